@@ -1,0 +1,146 @@
+"""API errors: one type, rendered in OpenAI's shape or, on `/v1/messages`, in Anthropic's.
+
+Owns the mapping from what went wrong to status, body and headers. Errors that
+vLLM itself answers with a 4xx are not ours and pass through unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+ANTHROPIC_PATH = "/v1/messages"
+
+_OPENAI_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """A failure a client is told about.
+
+    `retry_after_s` becomes a Retry-After header, rounded up to whole seconds.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self, path: str) -> dict[str, Any]:
+        """The error object for a client of `path`."""
+        if path.startswith(ANTHROPIC_PATH):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        kind = _OPENAI_TYPES.get(self.status, "server_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def sse_event(self, path: str) -> bytes:
+        """The last event of a stream that could not be finished."""
+        data = b"data: " + json.dumps(self.body(path)).encode() + b"\n\n"
+        return b"event: error\n" + data if path.startswith(ANTHROPIC_PATH) else data
+
+
+def bad_json(problem: str) -> ApiError:
+    """The request's body is not a JSON object that names a model."""
+    return ApiError(400, "invalid_json", f"the request body is not usable: {problem}")
+
+
+def body_too_large(limit_bytes: int) -> ApiError:
+    """The body is over the stack's `gateway.max_body_mib`."""
+    return ApiError(
+        413,
+        "request_too_large",
+        f"the request body is over this gateway's limit of {limit_bytes} bytes "
+        "(gateway.max_body_mib in the stack file)",
+    )
+
+
+def unknown_model(message: str) -> ApiError:
+    """The stack does not serve what `model` names."""
+    return ApiError(404, "model_not_found", message, param="model")
+
+
+def unknown_path(method: str, path: str) -> ApiError:
+    """No route of the gateway or of the engines."""
+    return ApiError(404, "unknown_path", f"{method} {path} is not served here")
+
+
+def not_offered(model: str, path: str) -> ApiError:
+    """The engine has no such endpoint, for instance embeddings on a chat model."""
+    return ApiError(404, "not_offered", f"the model {model!r} does not offer {path}", param="model")
+
+
+def no_capacity(model: str, retry_after_s: float) -> ApiError:
+    """Every slot is taken and the queue is full or the wait was too long."""
+    return ApiError(
+        429,
+        "no_capacity",
+        f"{model} has no free slot now; retry after the time in Retry-After",
+        retry_after_s=retry_after_s,
+    )
+
+
+def engine_unavailable(model: str, state: str, retry_after_s: float) -> ApiError:
+    """No replica can answer: it is loading, or it died and is being replaced."""
+    return ApiError(
+        503,
+        "engine_unavailable",
+        f"{model} is not ready: {state}",
+        retry_after_s=retry_after_s,
+    )
+
+
+def engine_died(model: str) -> ApiError:
+    """The engine went away in the middle of a reply."""
+    return ApiError(
+        503,
+        "engine_died",
+        f"the engine of {model} stopped before the reply was complete",
+        retry_after_s=5,
+    )
+
+
+def timed_out(limit_s: float) -> ApiError:
+    """The reply was not complete within `gateway.request_timeout_s`."""
+    return ApiError(
+        504,
+        "timeout",
+        f"no complete reply within {limit_s:g} s (gateway.request_timeout_s in the stack file)",
+    )
+
+
+def internal_error() -> ApiError:
+    """A fault of the gateway's own; the log has the trace, the client does not."""
+    return ApiError(500, "internal_error", "the gateway failed; its log has the details")

@@ -1,0 +1,264 @@
+"""The stack file's own shape: one file is one deployment.
+
+Owns the gateway's, the models' and the variants' blocks and the rules between
+them. Leaves an engine's settings to `settings`, drafting to `speculative`, what
+a vLLM process is started with to `engine_plan`, and reading files to `load`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from serving import catalog
+from serving.catalog.errors import CatalogError, FieldError
+from serving.stack.settings import EngineSettings, Spec
+from serving.stack.speculative import SpeculativeSpec
+
+_DNS_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+_MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
+
+
+def _dns_like(name: str) -> str:
+    if not _DNS_NAME.fullmatch(name):
+        raise ValueError(
+            f"found {name!r}; write up to 40 lower-case letters, digits and -, "
+            "a letter or digit at both ends"
+        )
+    return name
+
+
+def _model_id(name: str) -> str:
+    if not _MODEL_ID.fullmatch(name):
+        raise ValueError(
+            f"found {name!r}; write letters, digits and . _ : / - only (@ separates id and variant)"
+        )
+    return name
+
+
+def _beside_the_file(path: Path, info: ValidationInfo) -> Path:
+    """A relative path is taken from the folder of the file it stands in."""
+    file = (info.context or {}).get("path")
+    return path if path.is_absolute() or file is None else (file.parent / path).resolve()
+
+
+class TlsSpec(Spec):
+    """Certificate of the gateway, both as PEM files."""
+
+    cert_file: Path = Field(description="certificate chain")
+    key_file: Path = Field(description="private key")
+
+    @field_validator("cert_file", "key_file")
+    @classmethod
+    def _place(cls, path: Path, info: ValidationInfo) -> Path:
+        return _beside_the_file(path, info)
+
+
+class GatewaySpec(Spec):
+    """The one address that clients see."""
+
+    host: str = Field(default="127.0.0.1", description="address listened on; 0.0.0.0 for all")
+    port: int = Field(default=8000, ge=1, le=65535, description="port listened on")
+    replicas: int = Field(default=1, ge=1, description="gateway processes")
+    num_cpus: float = Field(default=0.1, ge=0, description="cores Ray sets aside for each")
+    max_body_mib: int = Field(default=16, ge=1, description="largest request body, MiB")
+    max_ongoing_requests: int = Field(
+        default=1024, ge=1, description="requests each gateway process holds at once"
+    )
+    request_timeout_s: float = Field(default=600, gt=0, description="longest request, seconds")
+    connect_timeout_s: float = Field(default=5, gt=0, description="to reach an engine, seconds")
+    keep_alive_s: float = Field(
+        default=15, ge=0, description="silence before an SSE comment, seconds; 0 turns it off"
+    )
+    cors_origins: tuple[str, ...] = Field(
+        strict=False, default=(), description="web origins that may call"
+    )
+    tls: TlsSpec | None = Field(default=None, description="absent: plain HTTP")
+
+
+class InlineModel(Spec):
+    """A checkpoint that the catalogue does not have."""
+
+    path: Path | None = Field(default=None, description="folder of the checkpoint")
+    repo: str | None = Field(default=None, description="Hugging Face repository id")
+    revision: str | None = Field(default=None, description="commit, tag or branch of repo")
+    max_context: int = Field(ge=1, description="longest sequence the model takes, in tokens")
+    quantisation: str | None = Field(default=None, description="for the record, such as fp8")
+    mtp_head: bool | None = Field(
+        default=None, description="whether the mtp.* tensors are in it; absent: not known"
+    )
+
+    @field_validator("path")
+    @classmethod
+    def _place(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        return path and _beside_the_file(path, info)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.repo is None):
+            found = "neither path nor repo" if self.path is None else "both path and repo"
+            raise FieldError(f"found {found}; give one of the two")
+        return self
+
+
+class VariantSpec(EngineSettings):
+    """One way to run a model: an engine of its own, with its own copy of the weights."""
+
+    speculative: SpeculativeSpec | None = Field(default=None, description="absent: plain decoding")
+
+
+class ModelSpec(EngineSettings):
+    """One checkpoint with its variants; settings here hold for all of them."""
+
+    id: str = Field(description="name clients ask for; the catalogue's id where absent")
+    model: str | None = Field(default=None, description="id in the catalogue")
+    inline: InlineModel | None = Field(default=None, description="instead of model")
+    checkpoint: str | None = Field(
+        default=None, description="quantisation, as the catalogue has it"
+    )
+    aliases: tuple[str, ...] = Field(strict=False, default=(), description="other names for id")
+    gpu: str = Field(description="GPU class in the catalogue; cpu for none")
+    default_variant: str = Field(description="the variant that answers where none is asked for")
+    variants: dict[str, VariantSpec] = Field(min_length=1, description="by name, as plain or mtp")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        filled = dict(data)
+        if isinstance(data.get("model"), str):
+            filled.setdefault("id", data["model"])
+        variants = data.get("variants")
+        if isinstance(variants, dict):
+            # `plain:` with nothing under it is a variant without settings of its own.
+            filled["variants"] = {name: block or {} for name, block in variants.items()}
+            if len(variants) == 1:
+                filled.setdefault("default_variant", next(iter(variants)))
+        return filled
+
+    @field_validator("id")
+    @classmethod
+    def _named(cls, name: str) -> str:
+        return _model_id(name)
+
+    @field_validator("aliases")
+    @classmethod
+    def _aliases_named(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_model_id(name) for name in names)
+
+    @field_validator("gpu")
+    @classmethod
+    def _known_gpu(cls, name: str) -> str:
+        try:
+            return catalog.find_gpu(name).id
+        except CatalogError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("variants")
+    @classmethod
+    def _variants_named(cls, variants: dict[str, VariantSpec]) -> dict[str, VariantSpec]:
+        for name in variants:
+            try:
+                _dns_like(name)
+            except ValueError as error:
+                raise FieldError(str(error), name) from None
+        return variants
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.default_variant not in self.variants:
+            names = ", ".join(self.variants)
+            text = f"found {self.default_variant!r}; the variants are {names}"
+            raise FieldError(text, "default_variant")
+        if (self.model is None) == (self.inline is None):
+            found = "neither model nor inline" if self.model is None else "both model and inline"
+            raise FieldError(f"found {found}; give one of the two")
+        self._check_context(self.checked_source())
+        return self
+
+    def checked_source(self) -> InlineModel:
+        """Where the weights are, from the catalogue or inline; raises FieldError."""
+        if self.inline is not None:
+            if self.checkpoint is not None:
+                raise FieldError("only for a model of the catalogue; remove it", "checkpoint")
+            return self.inline
+        try:
+            entry = catalog.find_model(str(self.model))
+        except CatalogError as error:
+            raise FieldError(str(error), "model") from None
+        known = ", ".join(entry.checkpoints)
+        key = self.checkpoint or (known if len(entry.checkpoints) == 1 else None)
+        if key is None:
+            raise FieldError(f"{entry.id} has several checkpoints; add `checkpoint:` {known}")
+        if key not in entry.checkpoints:
+            raise FieldError(f"found {key!r}; {entry.id} has {known}", "checkpoint")
+        found = entry.checkpoints[key]
+        return InlineModel(
+            path=found.path,
+            repo=None if found.path else found.repo,
+            revision=found.revision,
+            max_context=entry.max_context,
+            quantisation=found.quantisation,
+            mtp_head=found.mtp_head,
+        )
+
+    def _check_context(self, source: InlineModel) -> None:
+        blocks: list[tuple[EngineSettings, tuple[str, ...]]] = [(self, ())]
+        blocks += [(variant, ("variants", name)) for name, variant in self.variants.items()]
+        for block, path in blocks:
+            length = block.max_model_len
+            if length is not None and length > source.max_context:
+                limit = f"the model takes {source.max_context} tokens"
+                raise FieldError(f"found {length}; {limit}, lower it", *path, "max_model_len")
+        for name, variant in self.variants.items():
+            spec = variant.speculative
+            if spec and spec.method == "mtp" and spec.model is None and source.mtp_head is False:
+                raise FieldError(
+                    "found mtp, but the checkpoint holds no MTP head; choose a checkpoint with "
+                    "one, name a drafting checkpoint under speculative.model, or drop the block",
+                    *("variants", name, "speculative", "method"),
+                )
+
+
+class StackSpec(Spec):
+    """A whole stack file."""
+
+    schema_version: Literal[1] = Field(alias="schema", description="1")
+    name: str = Field(description="the stack's name; the file's where absent")
+    gateway: GatewaySpec = Field(default=GatewaySpec(), description="the address clients see")
+    models: tuple[ModelSpec, ...] = Field(strict=False, min_length=1, description="what is served")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, data: Any, info: ValidationInfo) -> Any:
+        file = (info.context or {}).get("path")
+        if isinstance(data, dict) and isinstance(file, Path):
+            return {"name": file.stem, **data}
+        return data
+
+    @field_validator("name")
+    @classmethod
+    def _named(cls, name: str) -> str:
+        return _dns_like(name)
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Self:
+        taken: dict[str, str] = {}
+        for i, model in enumerate(self.models):
+            for place, name in _names(model):
+                where = f"models[{i}].{place[0]}"
+                if name in taken:
+                    text = f"{name!r} is taken by {taken[name]}; choose another name"
+                    raise FieldError(text, "models", i, *place)
+                taken[name] = where
+        return self
+
+
+def _names(model: ModelSpec) -> list[tuple[tuple[str | int, ...], str]]:
+    """Each name a model answers to, and where in its block it stands."""
+    aliases = [(("aliases", i), alias) for i, alias in enumerate(model.aliases)]
+    return [(("id",), model.id), *aliases]

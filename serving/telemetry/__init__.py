@@ -1,0 +1,1 @@
+"""Metrics: every name in one place, and what exports them."""

@@ -1,0 +1,24 @@
+"""What every test shares: the folder decides which tests need the real stack.
+
+Tests under tests/integration get the `integration` marker and a longer time-out, so that
+`make test-unit` can leave them out and none can forget to say so. Fixtures live beside the
+tests that use them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+INTEGRATION = Path(__file__).parent / "integration"
+INTEGRATION_TIMEOUT_SECONDS = 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if INTEGRATION not in item.path.parents:
+            continue
+        item.add_marker(pytest.mark.integration)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(INTEGRATION_TIMEOUT_SECONDS))
