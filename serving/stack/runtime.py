@@ -1,0 +1,158 @@
+"""The Ray cluster of one stack on this machine: start it, find it, end it.
+
+Owns the state folder (key file, what runs) and the processes. Every process of
+a stack inherits a mark in its environment, so that `down` finds all of its own,
+HAProxy and vLLM workers included, and touches nobody else's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from serving.engines.keys import KEY_FILE_VARIABLE, make_key_file
+
+HOME_VARIABLE = "MOE_SERVING_HOME"
+MARK = "MOE_SERVING_MARK"
+STOP_WITHIN_S = 10.0
+
+
+class RuntimeFailure(RuntimeError):
+    """The stack's Ray cannot be started or reached."""
+
+
+def home() -> Path:
+    """The state folder: MOE_SERVING_HOME, else the user's state directory."""
+    if value := os.environ.get(HOME_VARIABLE):
+        return Path(value).resolve()
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "moe-serving"
+
+
+def own_processes() -> list[psutil.Process]:
+    """Every living process that a stack of this state folder started."""
+    mark = str(home())
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def port_is_free(host: str, port: int) -> bool:
+    """Whether the stack could listen on this address now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def start_ray(name: str) -> str:
+    """Start a Ray head on loopback for the stack `name` and return its address.
+
+    Raises RuntimeFailure with Ray's own last lines.
+    """
+    folder = home()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_key_file(folder / "engine.key")
+    # Ray's sockets live below this folder, and a socket's path has at most 107 bytes.
+    temp = Path(f"/tmp/ms-{os.getpid()}")
+    port = _free_port()
+    environment = _environment(folder, temp)
+    os.environ.update(environment)
+    command = [
+        str(Path(sys.executable).parent / "ray"),
+        "start",
+        "--head",
+        "--node-ip-address=127.0.0.1",
+        f"--port={port}",
+        f"--temp-dir={temp}",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+    ]
+    result = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        raise RuntimeFailure(f"Ray did not start:\n{(result.stderr or result.stdout)[-2000:]}")
+    address = f"127.0.0.1:{port}"
+    state = {"address": address, "stack": name, "temp": str(temp), "started": time.time()}
+    (folder / "run.json").write_text(json.dumps(state))
+    return address
+
+
+def running() -> Mapping[str, str] | None:
+    """What `start_ray` noted of the stack that runs, or None."""
+    try:
+        state: dict[str, str] = json.loads((home() / "run.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return state
+
+
+def stop() -> int:
+    """End every process of this state folder's stack; returns how many there were."""
+    processes = own_processes()
+    for process in processes:
+        _signal(process, kill=False)
+    _, alive = psutil.wait_procs(processes, timeout=STOP_WITHIN_S)
+    for process in [*alive, *own_processes()]:
+        _signal(process, kill=True)
+    psutil.wait_procs(alive, timeout=STOP_WITHIN_S)
+    state = running()
+    if state:
+        shutil.rmtree(state["temp"], ignore_errors=True)
+    (home() / "run.json").unlink(missing_ok=True)
+    return len(processes)
+
+
+def _signal(process: psutil.Process, *, kill: bool) -> None:
+    try:
+        process.kill() if kill else process.terminate()
+    except psutil.Error:
+        pass
+
+
+def _environment(folder: Path, temp: Path) -> dict[str, str]:
+    haproxy = temp / "h"
+    haproxy.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return {
+        MARK: str(folder),
+        KEY_FILE_VARIABLE: str(folder / "engine.key"),
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # One event loop per replica and gRPC between them: about a third of the
+        # CPU time per token of Serve's defaults.
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).parent / "moe-serving-haproxy"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
