@@ -119,7 +119,9 @@ def status(
     import ray
 
     ray.init(
-        address=state["address"], namespace="serve", logging_level=logging.ERROR,
+        address=state["address"],
+        namespace="serve",
+        logging_level=logging.ERROR,
         log_to_driver=False,
     )
     from ray import serve

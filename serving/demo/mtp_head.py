@@ -52,7 +52,10 @@ class MtpHead(nn.Module):
             next_token = embedded[:, step + 1 : step + 1 + width]
             fused = self.fc(
                 torch.cat(
-                    [self.pre_fc_norm_embedding(next_token), self.pre_fc_norm_hidden(hidden[:, :width])],
+                    [
+                        self.pre_fc_norm_embedding(next_token),
+                        self.pre_fc_norm_hidden(hidden[:, :width]),
+                    ],
                     dim=-1,
                 )
             )

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import time
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,7 @@ def training_loss(
     hidden = outputs.last_hidden_state
     logits = model.lm_head(hidden)
     vocabulary = logits.shape[-1]
-    text_loss = F.cross_entropy(
-        logits[:, :-1].reshape(-1, vocabulary), batch[:, 1:].reshape(-1)
-    )
+    text_loss = F.cross_entropy(logits[:, :-1].reshape(-1, vocabulary), batch[:, 1:].reshape(-1))
     trunk_log_probs = F.log_softmax(logits.detach(), dim=-1)
     losses: list[Tensor] = []
     agreement: list[float] = []
@@ -153,7 +152,7 @@ def tokenized_corpus(seed: int, work_dir: Path) -> Tensor:
 
 
 def batch_at(tokens: Tensor, step: int, seed: int, sequences: int, length: int) -> Tensor:
-    """The batch of one step: random windows, so that a resumed run draws what an unbroken one would."""
+    """The batch of one step: random windows, the same for a resumed run as for an unbroken one."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(0, len(tokens) - length, (sequences,), generator=generator)
     return torch.stack([tokens[start : start + length] for start in starts.tolist()])
@@ -202,7 +201,7 @@ def export_checkpoint(
 
 
 def per_expert(name: str, value: Tensor) -> dict[str, Tensor]:
-    """Split fused expert tensors ([experts, …]) into the per-expert names of published checkpoints."""
+    """Split fused expert tensors ([experts, …]) into published checkpoints' per-expert names."""
     if name.endswith("mlp.experts.gate_up_proj"):
         base = name.removesuffix("gate_up_proj")
         result = {}
@@ -298,7 +297,7 @@ def train(options: argparse.Namespace) -> None:
         "minutes": round((seconds + time.monotonic() - began) / 60, 1),
         "threads": options.threads,
         "torch": torch.__version__,
-        "python": ".".join(map(str, __import__("sys").version_info[:3])),
+        "python": platform.python_version(),
         "last_losses": figures if total > start else {},
     }
     export_checkpoint(model, head, work_dir, options.out or checkpoint_path(options.model), record)

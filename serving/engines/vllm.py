@@ -35,7 +35,7 @@ class EngineHungError(RuntimeError):
     """The engine process does not answer, or has work and makes no progress."""
 
 
-class VllmEngine(LLMServer):  # type: ignore[misc]
+class VllmEngine(LLMServer):
     """A replica of one model variant.
 
     Ray Serve calls the constructor, which returns when the model is loaded and
@@ -132,7 +132,7 @@ class _EmbeddedServer(uvicorn.Server):
     def __init__(self, app: AsgiApp, host: str) -> None:
         super().__init__(
             uvicorn.Config(
-                app,  # type: ignore[arg-type]
+                app,
                 host=host,
                 port=0,
                 log_level="warning",
@@ -156,4 +156,3 @@ class _EmbeddedServer(uvicorn.Server):
             await asyncio.sleep(0.01)
         host, port = self.servers[0].sockets[0].getsockname()[:2]
         return f"http://{host}:{port}"
-

@@ -225,9 +225,7 @@ class GatewayApp:
                         overhead_s = sent - started
                         self._metrics.overhead.labels(*labels).observe(overhead_s)
                         milliseconds = f"{overhead_s * 1000:.1f}"
-                        reply.headers.append(
-                            (b"x-moe-serving-overhead-ms", milliseconds.encode())
-                        )
+                        reply.headers.append((b"x-moe-serving-overhead-ms", milliseconds.encode()))
                         return await relay(response, reply, path, model.id, settings.keep_alive_s)
                 except aiohttp.ClientError:
                     raise errors.engine_died(model.id) from None

@@ -22,7 +22,7 @@ class _Gateway:
         self._pool = EnginePool()
         self._app = GatewayApp(self._pool, EngineKeys.from_environment(), GatewayMetrics())
 
-    async def __serve_build_asgi_app__(self) -> Any:  # noqa: PLW3201 - Serve's own name
+    async def __serve_build_asgi_app__(self) -> Any:
         settings = self._app.settings
         if not settings.cors_origins:
             return self._app

@@ -7,6 +7,7 @@ HAProxy and vLLM workers included, and touches nobody else's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -122,10 +123,8 @@ def stop() -> int:
 
 
 def _signal(process: psutil.Process, *, kill: bool) -> None:
-    try:
+    with contextlib.suppress(psutil.Error):
         process.kill() if kill else process.terminate()
-    except psutil.Error:
-        pass
 
 
 def _environment(folder: Path, temp: Path) -> dict[str, str]:
@@ -146,6 +145,8 @@ def _environment(folder: Path, temp: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        # HAProxy is asked for its pid until it answers; Serve's 5 s are short on a busy machine.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
     }

@@ -28,6 +28,8 @@ LEVELS: tuple[frozenset[str], ...] = (
 )
 HEAVY = frozenset({"ray", "torch", "transformers", "vllm"})
 RAY_ROOMS = frozenset({"stack", "engines", "gateway", "cli"})
+# What crosses from an engine replica to the gateway: the endpoint value and the key header.
+OPEN_TO_GATEWAY = ("serving.engines.lease", "serving.engines.keys")
 LIGHT_ROOMS = ("catalog", "telemetry", "router", "planner", "checks", "cli")
 
 
@@ -88,6 +90,16 @@ def upward(imports: list[Import]) -> list[str]:
     ]
 
 
+def beyond_the_endpoint(imports: list[Import]) -> list[str]:
+    return [
+        str(each)
+        for each in imports
+        if each.importer == "gateway"
+        and each.room == "engines"
+        and not any(f"{each.module}.".startswith(f"{module}.") for module in OPEN_TO_GATEWAY)
+    ]
+
+
 def outside_its_place(imports: list[Import]) -> list[str]:
     return [str(each) for each in imports if each.package in HEAVY and not may_import_it(each)]
 
@@ -120,9 +132,8 @@ def test_no_two_rooms_import_each_other_in_a_circle(ours: list[Import]) -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_the_gateway_knows_engines_only_as_endpoints(ours: list[Import]) -> None:
-    reach = [str(each) for each in ours if each.importer == "gateway" and each.room == "engines"]
-    assert reach == []
+def test_the_gateway_knows_engines_only_by_endpoint_and_key(ours: list[Import]) -> None:
+    assert beyond_the_endpoint(ours) == []
 
 
 def test_engines_and_ray_are_imported_only_in_their_rooms(ours: list[Import]) -> None:
@@ -149,6 +160,26 @@ def test_an_import_from_above_is_found_in_every_form(
     write(tmp_path, "serving/router/rules.py", source)
     line = source.count("\n") + 1
     assert upward(imports_of(tmp_path)) == [f"serving/router/rules.py:{line} {complaint}"]
+
+
+@pytest.mark.parametrize(
+    ("source", "allowed"),
+    [
+        ("from serving.engines.lease import Endpoint", True),
+        ("from serving.engines import keys", True),
+        ("import serving.engines.keys", True),
+        ("import serving.engines", False),
+        ("from serving import engines", False),
+        ("from serving.engines.vllm import VllmEngine", False),
+        ("from serving.engines.keys_of_others import Keys", False),
+        ("from ..engines.vllm_args import check_engine_args", False),
+    ],
+)
+def test_a_gateway_import_beyond_endpoint_and_key_is_found(
+    tmp_path: Path, source: str, allowed: bool
+) -> None:
+    write(tmp_path, "serving/gateway/relay.py", source)
+    assert (beyond_the_endpoint(imports_of(tmp_path)) == []) is allowed
 
 
 @pytest.mark.parametrize(
