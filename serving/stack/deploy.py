@@ -72,6 +72,8 @@ def engine_application(plan: EnginePlan) -> serve.Application:
         log_engine_metrics=False,
         accelerator_config={"kind": "cpu"} if on_cpu else None,
         placement_group_config={"bundles": [{"CPU": plan.num_cpus}]} if on_cpu else None,
+        # The bundle above is all an engine takes; Ray would add a core of its own.
+        deployment_config={"ray_actor_options": {"num_cpus": 0}},
         runtime_env={"env_vars": dict(plan.env)},
     )
     scaling: dict[str, object] = (

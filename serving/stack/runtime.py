@@ -137,7 +137,6 @@ def _environment(folder: Path, temp: Path) -> dict[str, str]:
         # One event loop per replica and gRPC between them: about a third of the
         # CPU time per token of Serve's defaults.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).parent / "moe-serving-haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
