@@ -10,12 +10,15 @@ import json
 import signal
 import sys
 import threading
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from serving.catalog.errors import CatalogError
+
+if TYPE_CHECKING:
+    from serving.stack.spec import StackSpec
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__.splitlines()[0])
 console = Console(highlight=False)
@@ -60,28 +63,22 @@ def up(
         console.print(f"ended {_shut_down()} processes")
 
 
-def _bring_up(spec: object) -> None:
+def _connect(address: str) -> None:
     import logging
 
+    import ray
+
+    ray.init(address=address, namespace="serve", logging_level=logging.ERROR, log_to_driver=False)
+
+
+def _bring_up(spec: StackSpec) -> None:
     from serving.stack import runtime
-    from serving.stack.spec import StackSpec
+    from serving.stack.deploy import DeployError, deploy
 
-    assert isinstance(spec, StackSpec)
     try:
-        address = runtime.start_ray(spec.name)
-        import ray
-
-        ray.init(
-            address=address, namespace="serve", logging_level=logging.ERROR, log_to_driver=False
-        )
-        from serving.stack.deploy import DeployError, deploy
-
-        try:
-            deploy(spec, console.print)
-        except DeployError as error:
-            _shut_down()
-            _fail(str(error))
-    except runtime.RuntimeFailure as error:
+        _connect(runtime.start_ray(spec.name))
+        deploy(spec, console.print)
+    except (runtime.RuntimeFailure, DeployError) as error:
         _shut_down()
         _fail(str(error))
     base = f"http://{spec.gateway.host}:{spec.gateway.port}"
@@ -114,17 +111,9 @@ def status(
     state = runtime.running()
     if state is None or not runtime.own_processes():
         _fail("no stack runs")
-    import logging
-
-    import ray
-
-    ray.init(
-        address=state["address"],
-        namespace="serve",
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
     from ray import serve
+
+    _connect(state["address"])
 
     applications = {
         name: str(application.status.value)

@@ -12,12 +12,11 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 
-from serving.engines.keys import ENGINE_KEY_HEADER, EngineKeys
+from serving.engines.keys import ENGINE_KEY_HEADER, EngineKeys, Receive, Scope, Send
 from serving.engines.lease import LEASE_HEADER
 from serving.gateway import errors
 from serving.gateway.leases import EnginePool
@@ -27,10 +26,6 @@ from serving.router.table import ModelRoute, UnknownModelError, VariantRoute
 from serving.telemetry.metrics import GatewayMetrics
 
 logger = logging.getLogger("ray.serve")
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 VARIANT_HEADER = "x-moe-serving-variant"
 # vLLM's inference endpoints. Its control endpoints (sleep, cache resets, profiling,
@@ -62,13 +57,6 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 class Disconnected(Exception):
     """The client went away before its reply was complete."""
-
-
-class Sender(Protocol):
-    """Sends one ASGI message."""
-
-    async def __call__(self, message: MutableMapping[str, Any]) -> None:
-        """Send it, waiting while the client reads slowly."""
 
 
 class GatewayApp:
@@ -152,14 +140,14 @@ class GatewayApp:
 
     async def _infer(self, scope: Scope, receive: Receive, reply: Reply, started: float) -> None:
         settings, path = self.settings, scope["path"]
-        body = await _read_body(receive, dict(scope["headers"]), settings.max_body_bytes)
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        body = await _read_body(receive, headers, settings.max_body_bytes)
         request = _parse(body)
         name = request.get("model")
         if name is None and len(settings.table.models) == 1:
             name = settings.table.models[0].id
         if not isinstance(name, str):
             raise errors.bad_json('"model" is missing or not a string')
-        headers = {key: value for key, value in scope["headers"]}
         asked_variant = headers.get(VARIANT_HEADER.encode(), b"").decode("latin-1") or None
         model, variant = self._resolve(name, asked_variant)
         if request.get("model") != model.id:

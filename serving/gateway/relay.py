@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from math import ceil
 from typing import Any
 
 import aiohttp
 
+from serving.engines.keys import Send
 from serving.gateway import errors
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE = b": keep-alive\n\n"
 # An error body is read whole; a longer one is no error body.
