@@ -73,12 +73,19 @@ def _connect(address: str) -> None:
 
 def _bring_up(spec: StackSpec) -> None:
     from serving.stack import runtime
+
+    try:
+        address = runtime.start_ray(spec.name)
+    except runtime.RuntimeFailure as error:
+        _shut_down()
+        _fail(str(error))
+    _connect(address)
+    # Only now: Ray Serve reads the environment that start_ray sets when it is imported.
     from serving.stack.deploy import DeployError, deploy
 
     try:
-        _connect(runtime.start_ray(spec.name))
         deploy(spec, console.print)
-    except (runtime.RuntimeFailure, DeployError) as error:
+    except DeployError as error:
         _shut_down()
         _fail(str(error))
     base = f"http://{spec.gateway.host}:{spec.gateway.port}"
