@@ -90,7 +90,13 @@ def _bring_up(spec: StackSpec) -> None:
         _fail(str(error))
     base = f"http://{spec.gateway.host}:{spec.gateway.port}"
     body = json.dumps(
-        {"model": spec.models[0].id, "prompt": "def add(a, b):", "max_tokens": 48, "stream": True}
+        {
+            "model": spec.models[0].id,
+            "prompt": "def add(a, b):",
+            "max_tokens": 48,
+            "temperature": 0,
+            "stream": True,
+        }
     )
     console.print(f"ready at {base}/v1. Try:\n")
     print(f"curl -N {base}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n")
