@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from serving.engines.keys import KEY_FILE_VARIABLE, make_key_file
+from serving.engines.keys import make_key_file
+from serving.stack.environment import MARK, free_port, ray_environment
 
 HOME_VARIABLE = "MOE_SERVING_HOME"
-MARK = "MOE_SERVING_MARK"
 STOP_WITHIN_S = 10.0
 
 
@@ -73,8 +73,8 @@ def start_ray(name: str) -> str:
     make_key_file(folder / "engine.key")
     # Ray's sockets live below this folder, and a socket's path has at most 107 bytes.
     temp = Path(f"/tmp/ms-{os.getpid()}")
-    port = _free_port()
-    environment = _environment(folder, temp)
+    port = free_port()
+    environment = ray_environment(folder, temp)
     os.environ.update(environment)
     command = [
         str(Path(sys.executable).parent / "ray"),
@@ -125,34 +125,3 @@ def stop() -> int:
 def _signal(process: psutil.Process, *, kill: bool) -> None:
     with contextlib.suppress(psutil.Error):
         process.kill() if kill else process.terminate()
-
-
-def _environment(folder: Path, temp: Path) -> dict[str, str]:
-    haproxy = temp / "h"
-    haproxy.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return {
-        MARK: str(folder),
-        KEY_FILE_VARIABLE: str(folder / "engine.key"),
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # One event loop per replica and gRPC between them: about a third of the
-        # CPU time per token of Serve's defaults.
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
-        # HAProxy is asked for its pid until it answers; Serve's 5 s are short on a busy machine.
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
