@@ -101,11 +101,13 @@ def chat_turns(source: str) -> Iterator[tuple[str, str]]:
         tree = ast.parse(source)
     except SyntaxError:
         return
+    # ast.get_source_segment splits the whole module anew for every function.
+    lines = source.split("\n")
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         doc = ast.get_docstring(node)
-        code = ast.get_source_segment(source, node)
+        code = "\n".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :]
         if doc and code and len(code) < 2500:
             summary = doc.strip().splitlines()[0]
             yield f"Write a Python function {node.name}: {summary}", f"```python\n{code}\n```"

@@ -19,7 +19,9 @@ import platform
 import random
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 from serving.demo import MODELS_DIR, NAMES, checkpoint_path
@@ -80,89 +82,119 @@ def distinct_share(tokens: Sequence[int], size: int = 4) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
+@dataclass(frozen=True)
+class Decoded:
+    """What one engine made of the prompts, one after the other.
+
+    `drafted` counts draft tokens, `accepted` the accepted ones by position.
+    """
+
+    outputs: tuple[tuple[int, ...], ...]
+    tokens_per_second: float
+    drafts: int = 0
+    drafted: int = 0
+    accepted: tuple[int, ...] = ()
+
+
 class Engine:
-    """vLLM in a process of its own, with `draft_tokens` drafts per step."""
+    """vLLM with `draft_tokens` drafts per step, in a process of its own.
+
+    vLLM's counters belong to a process, so two engines in one would mix them up.
+    """
 
     def __init__(self, name: str, draft_tokens: int) -> None:
-        from vllm import LLM
-
         self.draft_tokens = draft_tokens
-        speculative = {"method": "mtp", "num_speculative_tokens": draft_tokens}
-        self._llm = LLM(
-            model=str(checkpoint_path(name)),
-            max_model_len=2048,
-            max_num_seqs=16,
-            enable_prefix_caching=False,
-            disable_log_stats=False,
-            speculative_config=speculative if draft_tokens else None,
+        self._process = ProcessPoolExecutor(
+            1, get_context("spawn"), initializer=_load, initargs=(name, draft_tokens)
         )
 
-    def generate(self, prompts: Sequence[str], temperature: float) -> tuple[list[Any], float]:
-        """Outputs of one prompt after the other, and decoded tokens per second."""
-        from vllm import SamplingParams
+    def generate(self, prompts: Sequence[str], temperature: float, seed: int = 0) -> Decoded:
+        """Decode `TOKENS` tokens per prompt, one prompt at a time."""
+        return self._process.submit(_generate, prompts, temperature, seed).result()
 
-        outputs, tokens, seconds = [], 0, 0.0
-        for number, prompt in enumerate(prompts):
-            params = SamplingParams(
-                temperature=temperature, max_tokens=TOKENS, ignore_eos=True, seed=number
-            )
-            output = self._llm.generate([prompt], params, use_tqdm=False)[0]
-            outputs.append(output.outputs[0].token_ids)
-            times = output.metrics
-            tokens += len(output.outputs[0].token_ids) - 1
-            seconds += times.last_token_ts - times.first_token_ts
-        return outputs, tokens / seconds
+    def close(self) -> None:
+        """End the process and its engine."""
+        self._process.shutdown()
 
-    def drafted(self) -> tuple[int, int, list[int]]:
-        """Drafts and draft tokens so far, and accepted tokens by position."""
-        values: dict[str, Any] = {m.name: m for m in self._llm.get_metrics()}
-        if not self.draft_tokens:
-            return 0, 0, []
-        return (
-            values["vllm:spec_decode_num_drafts"].value,
-            values["vllm:spec_decode_num_draft_tokens"].value,
-            list(values["vllm:spec_decode_num_accepted_tokens_per_pos"].values),
+
+_llm: Any = None
+
+
+def _load(name: str, draft_tokens: int) -> None:
+    global _llm
+    from vllm import LLM
+
+    speculative = {"method": "mtp", "num_speculative_tokens": draft_tokens}
+    _llm = LLM(
+        model=str(checkpoint_path(name)),
+        max_model_len=2048,
+        max_num_seqs=16,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=speculative if draft_tokens else None,
+    )
+
+
+def _generate(prompts: Sequence[str], temperature: float, seed: int) -> Decoded:
+    from vllm import SamplingParams
+
+    before, seconds = _counters(), 0.0
+    outputs = []
+    for prompt in prompts:
+        seed += 1
+        params = SamplingParams(
+            temperature=temperature, max_tokens=TOKENS, ignore_eos=True, seed=seed
         )
+        reply = _llm.generate([prompt], params, use_tqdm=False)[0]
+        outputs.append(tuple(reply.outputs[0].token_ids))
+        seconds += reply.metrics.last_token_ts - reply.metrics.first_token_ts
+    drafts, drafted, *accepted = [a - b for a, b in zip(_counters(), before, strict=True)]
+    decoded = sum(len(tokens) - 1 for tokens in outputs)
+    return Decoded(tuple(outputs), decoded / seconds, drafts, drafted, tuple(accepted))
+
+
+def _counters() -> list[int]:
+    """Drafts, draft tokens, then accepted tokens by position; zeros without drafting."""
+    values: dict[str, Any] = {metric.name: metric for metric in _llm.get_metrics()}
+    if "vllm:spec_decode_num_drafts" not in values:
+        return [0, 0]
+    return [
+        values["vllm:spec_decode_num_drafts"].value,
+        values["vllm:spec_decode_num_draft_tokens"].value,
+        *values["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
+    ]
 
 
 def measure(engines: Sequence[Engine], temperature: float, rounds: int) -> list[Row]:
-    """Every engine's figures at one temperature, engines taking turns within a round."""
+    """Every engine's figures at one temperature; engines take turns within a round."""
     prompts = [*held_out_prompts(), *OWN_PROMPTS]
     for engine in engines:
-        engine.generate(prompts[:1], temperature)
-    before = {engine.draft_tokens: engine.drafted() for engine in engines}
-    speeds: dict[int, list[float]] = {engine.draft_tokens: [] for engine in engines}
-    outputs: dict[int, list[Any]] = {}
+        engine.generate(prompts[:2], temperature)
+    runs: dict[int, list[Decoded]] = {engine.draft_tokens: [] for engine in engines}
     order = list(engines)
     for number in range(rounds):
         random.Random(number).shuffle(order)
         for engine in order:
-            outputs[engine.draft_tokens], speed = engine.generate(prompts, temperature)
-            speeds[engine.draft_tokens].append(speed)
-    return [
-        _row(engine, temperature, before[engine.draft_tokens], outputs, speeds)
-        for engine in engines
-    ]
+            decoded = engine.generate(prompts, temperature, seed=1000 * number)
+            runs[engine.draft_tokens].append(decoded)
+    return [_row(n, temperature, runs[n], runs[0]) for n in sorted(runs)]
 
 
-def _row(
-    engine: Engine,
-    temperature: float,
-    before: tuple[int, int, list[int]],
-    outputs: dict[int, list[Any]],
-    speeds: dict[int, list[float]],
-) -> Row:
-    n = engine.draft_tokens
-    drafts, drafted, accepted = engine.drafted()
-    drafts, drafted = drafts - before[0], drafted - before[1]
-    by_position = [now - then for now, then in zip(accepted, before[2], strict=True)]
+def _row(n: int, temperature: float, runs: Sequence[Decoded], plain: Sequence[Decoded]) -> Row:
+    accepted = [sum(counts) for counts in zip(*(run.accepted for run in runs), strict=True)]
+    drafts = sum(run.drafts for run in runs)
     return Row(
         draft_tokens=n,
         temperature=temperature,
-        acceptance=sum(by_position) / drafted if n else None,
-        per_position=tuple(count / drafts for count in by_position),
-        distinct_4grams=statistics.mean(distinct_share(tokens) for tokens in outputs[n]),
-        speed_ups=tuple(a / b for a, b in zip(speeds[n], speeds[0], strict=True)),
+        acceptance=sum(accepted) / sum(run.drafted for run in runs) if n else None,
+        per_position=tuple(count / drafts for count in accepted),
+        distinct_4grams=statistics.mean(
+            distinct_share(tokens) for run in runs for tokens in run.outputs
+        ),
+        speed_ups=tuple(
+            run.tokens_per_second / other.tokens_per_second
+            for run, other in zip(runs, plain, strict=True)
+        ),
     )
 
 
@@ -234,11 +266,15 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     engines = [Engine(name, n) for n in DRAFTS]
-    rows = [
-        row
-        for temperature in (0.0, SAMPLED)
-        for row in measure(engines, temperature, arguments.rounds)
-    ]
+    try:
+        rows = [
+            row
+            for temperature in (0.0, SAMPLED)
+            for row in measure(engines, temperature, arguments.rounds)
+        ]
+    finally:
+        for engine in engines:
+            engine.close()
     training = json.loads((MODELS_DIR / name / "training.json").read_text())
     (MODELS_DIR / name / "README.md").write_text(card(name, rows, training, arguments.rounds))
     print("\n".join(_line(row) for row in rows))

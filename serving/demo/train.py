@@ -216,6 +216,76 @@ def per_expert(name: str, value: Tensor) -> dict[str, Tensor]:
     return {name: value}
 
 
+class Run:
+    """One training: weights, optimizer and how far it got, kept in `work_dir` between starts."""
+
+    def __init__(self, options: argparse.Namespace, work_dir: Path) -> None:
+        self.model = build_model(options.model)
+        self.head = MtpHead(self.model)
+        self.parameters = [*self.model.parameters(), *self.head.parameters()]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": 0.1},
+                {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        self.step = 0
+        self.figures: dict[str, float] = {}
+        self._options = options
+        self._file = work_dir / "state.pt"
+        self._seconds_before = 0.0
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, earlier starts included."""
+        return self._seconds_before + time.monotonic() - self._began
+
+    def load(self) -> None:
+        """Take up where an earlier start saved; nothing where there is none."""
+        if not self._file.exists():
+            return
+        state = torch.load(self._file, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self._seconds_before = state["step"], state["seconds"]
+        self.figures = state["figures"]
+
+    def save(self) -> None:
+        """Write the state; a cut-off write leaves the one before in place."""
+        partial = self._file.with_suffix(".partial")
+        state = {
+            "model": self.model.state_dict(),
+            "head": self.head.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "figures": self.figures,
+        }
+        torch.save(state, partial)
+        os.replace(partial, self._file)
+
+    def advance(self, tokens: Tensor, total: int) -> None:
+        """Train one step of `total`."""
+        options = self._options
+        drafts = 1 if self.step < options.recursive_from * total else options.mtp_steps
+        batch = batch_at(tokens, self.step, options.seed, options.sequences, options.length)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, total, options.learning_rate)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, self.figures = training_loss(
+                self.model, self.head, batch, drafts, options.mtp_weight
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.step += 1
+
+
 def train(options: argparse.Namespace) -> None:
     """Run or resume one training and export its checkpoint."""
     torch.manual_seed(options.seed)
@@ -223,41 +293,10 @@ def train(options: argparse.Namespace) -> None:
     work_dir: Path = options.work_dir / options.model
     work_dir.mkdir(parents=True, exist_ok=True)
     tokens = tokenized_corpus(options.seed, work_dir)
-    model = build_model(options.model)
-    head = MtpHead(model)
-    parameters = [*model.parameters(), *head.parameters()]
-    decayed = [p for p in parameters if p.ndim >= 2]
-    plain = [p for p in parameters if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
+    run = Run(options, work_dir)
+    run.load()
     total = options.tokens // (options.sequences * options.length)
-    start, seconds = 0, 0.0
-    state_file = work_dir / "state.pt"
-    if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
-        model.load_state_dict(state["model"])
-        head.load_state_dict(state["head"])
-        optimizer.load_state_dict(state["optimizer"])
-        start, seconds = state["step"], state["seconds"]
-    began = last_saved = time.monotonic()
-
-    def save(step: int) -> None:
-        partial = state_file.with_suffix(".partial")
-        torch.save(
-            {
-                "model": model.state_dict(),
-                "head": head.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": step,
-                "seconds": seconds + time.monotonic() - began,
-            },
-            partial,
-        )
-        os.replace(partial, state_file)
-
+    last_saved = time.monotonic()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -265,42 +304,33 @@ def train(options: argparse.Namespace) -> None:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress:
-        task = progress.add_task(options.model, total=total, completed=start)
-        for step in range(start, total):
-            steps = 1 if step < options.recursive_from * total else options.mtp_steps
-            batch = batch_at(tokens, step, options.seed, options.sequences, options.length)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, total, options.learning_rate)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss, figures = training_loss(model, head, batch, steps, options.mtp_weight)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            shown = " ".join(f"{name} {value:.3f}" for name, value in figures.items())
+    with Progress(*columns) as progress, (work_dir / "log.jsonl").open("a") as log:
+        task = progress.add_task(options.model, total=total, completed=run.step)
+        while run.step < total:
+            run.advance(tokens, total)
+            shown = " ".join(f"{name} {value:.3f}" for name, value in run.figures.items())
             progress.update(task, advance=1, description=f"{options.model} {shown}")
-            if step % 50 == 0:
-                with (work_dir / "log.jsonl").open("a") as log:
-                    elapsed = seconds + time.monotonic() - began
-                    log.write(json.dumps({"step": step, "seconds": elapsed, **figures}) + "\n")
+            if run.step % 50 == 0:
+                entry = {"step": run.step, "seconds": run.seconds, **run.figures}
+                log.write(json.dumps(entry) + "\n")
             if time.monotonic() - last_saved > options.save_every:
-                save(step + 1)
+                run.save()
                 last_saved = time.monotonic()
-    save(total)
+    run.save()
     record = {
         "model": options.model,
         "seed": options.seed,
         "tokens": options.tokens,
         "corpus_tokens": len(tokens),
-        "parameters": sum(p.numel() for p in parameters),
-        "minutes": round((seconds + time.monotonic() - began) / 60, 1),
+        "parameters": sum(p.numel() for p in run.parameters),
+        "minutes": round(run.seconds / 60, 1),
         "threads": options.threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "last_losses": figures if total > start else {},
+        "last_losses": run.figures,
     }
-    export_checkpoint(model, head, work_dir, options.out or checkpoint_path(options.model), record)
+    target = options.out or checkpoint_path(options.model)
+    export_checkpoint(run.model, run.head, work_dir, target, record)
 
 
 def main() -> None:
