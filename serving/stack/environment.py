@@ -7,17 +7,27 @@ Ray Serve reads them when it is imported, so they must be set before.
 from __future__ import annotations
 
 import socket
+import sysconfig
 from pathlib import Path
 
 from serving.engines.keys import KEY_FILE_VARIABLE
+from serving.gateway import haproxy
+from serving.stack.spec import TlsSpec
 
 MARK = "MOE_SERVING_MARK"
 
 
-def ray_environment(folder: Path, temp: Path) -> dict[str, str]:
-    """Variables for a stack whose state is in `folder` and whose sockets are in `temp`."""
-    haproxy = temp / "h"
-    haproxy.mkdir(parents=True, exist_ok=True, mode=0o700)
+def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dict[str, str]:
+    """Variables for a stack whose state is in `folder` and whose sockets are in `temp`.
+
+    `tls` is the stack file's `gateway.tls`; None serves plain HTTP.
+    """
+    proxy = temp / "h"
+    proxy.mkdir(parents=True, exist_ok=True, mode=0o700)
+    certificate = {
+        haproxy.CERT_VARIABLE: str(tls.cert_file) if tls else "",
+        haproxy.KEY_VARIABLE: str(tls.key_file) if tls else "",
+    }
     return {
         MARK: str(folder),
         KEY_FILE_VARIABLE: str(folder / "engine.key"),
@@ -25,11 +35,17 @@ def ray_environment(folder: Path, temp: Path) -> dict[str, str]:
         # One event loop per replica and gRPC between them: about a third of the
         # CPU time per token of Serve's defaults.
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        # In a thread of its own, Serve would queue a reply without bound for a slow client.
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        haproxy.BINARY_VARIABLE: str(Path(sysconfig.get_path("scripts")) / "moe-serving-haproxy"),
+        **certificate,
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(proxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(proxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(proxy / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(proxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(proxy / "server-state"),
+        # HAProxy falls back to this proxy; at 8500 a second stack would find the port taken.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         # HAProxy is asked for its pid until it answers; Serve's 5 s are short on a busy machine.

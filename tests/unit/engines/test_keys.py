@@ -36,28 +36,48 @@ def no_key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_FILE_VARIABLE, raising=False)
 
 
-def write_keys(path: Path, text: str, at_second: int) -> None:
-    """Write the file with a set modification time, so that no test leans on the clock."""
-    path.write_text(text, encoding="ascii")
-    os.utime(path, (at_second, at_second))
-
-
 def test_a_key_rolled_while_running_leaves_old_and_new_accepted(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    write_keys(file, "old\n", at_second=1)
+    file.write_text("old\n")
     keys = EngineKeys(file=file)
     assert (keys.current(), keys.accepts(b"old"), keys.accepts(b"new")) == ("old", True, False)
 
-    write_keys(file, "new\nold\n", at_second=2)
+    file.write_text("new\nold\n")
     assert (keys.current(), keys.accepts(b"old"), keys.accepts(b"new")) == ("new", True, True)
 
-    write_keys(file, "new\n", at_second=3)
+    file.write_text("new\n")
     assert (keys.current(), keys.accepts(b"old"), keys.accepts(b"new")) == ("new", False, True)
+
+
+def test_a_rewrite_that_keeps_size_and_time_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("one\n")
+    os.utime(file, (1, 1))
+    keys = EngineKeys(file=file)
+    file.write_text("two\n")
+    os.utime(file, (1, 1))
+    assert (keys.current(), keys.accepts(b"one")) == ("two", False)
+
+
+@pytest.mark.parametrize("caught", ["", "\n", "caf\u00e9\n", None])
+def test_a_key_file_caught_in_a_rewrite_leaves_the_last_good_keys(
+    tmp_path: Path, caught: str | None
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("one\n")
+    keys = EngineKeys(file=file)
+    file.unlink()
+    if caught is not None:
+        file.write_text(caught, encoding="utf-8")
+    assert (keys.current(), keys.accepts(b"one"), keys.accepts(b"")) == ("one", True, False)
+
+    file.write_text("two\n")
+    assert (keys.current(), keys.accepts(b"one")) == ("two", False)
 
 
 def test_an_empty_key_is_never_accepted(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    write_keys(file, "\n  secret \n\n", at_second=1)
+    file.write_text("\n  secret \n\n")
     keys = EngineKeys(file=file)
     assert (keys.accepts(b""), keys.accepts(b"secret")) == (False, True)
 
@@ -71,7 +91,7 @@ def test_keys_in_the_variable_are_separated_by_commas(monkeypatch: pytest.Monkey
 def test_the_key_file_of_the_environment_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_keys(tmp_path / "key", "secret\n", at_second=1)
+    (tmp_path / "key").write_text("secret\n")
     monkeypatch.setenv(KEY_FILE_VARIABLE, str(tmp_path / "key"))
     assert EngineKeys.from_environment().current() == "secret"
 
@@ -85,20 +105,33 @@ def test_unset_variables_are_an_error_that_names_both() -> None:
     )
 
 
-def test_a_missing_key_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [",", " , ", ",,"])
+def test_a_variable_without_a_key_is_an_error_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, value)
+    with pytest.raises(EngineKeyError) as error:
+        EngineKeys.from_environment()
+    assert str(error.value) == (
+        "MOE_SERVING_ENGINE_KEY holds no key: write one or more, with commas between them, "
+        "or unset it and name a file in MOE_SERVING_ENGINE_KEY_FILE"
+    )
+
+
+def test_a_missing_key_file_is_an_error_at_start_that_names_it(tmp_path: Path) -> None:
     file = tmp_path / "key"
     with pytest.raises(EngineKeyError) as error:
-        EngineKeys(file=file).current()
+        EngineKeys(file=file)
     assert str(error.value) == (
         f"engine key file {file}: [Errno 2] No such file or directory: '{file}'"
     )
 
 
-def test_a_key_file_without_a_key_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_key_file_without_a_key_is_an_error_at_start_that_names_it(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    write_keys(file, "\n", at_second=1)
+    file.write_text("\n")
     with pytest.raises(EngineKeyError) as error:
-        EngineKeys(file=file).accepts(b"")
+        EngineKeys(file=file)
     assert str(error.value) == f"engine key file {file} holds no key"
 
 
