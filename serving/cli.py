@@ -6,10 +6,15 @@ work on a laptop without either.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import sys
-import threading
+import traceback
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -18,132 +23,268 @@ from rich.console import Console
 from serving.catalog.errors import CatalogError
 
 if TYPE_CHECKING:
+    from serving.stack.events import EngineStatus
     from serving.stack.spec import StackSpec
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__.splitlines()[0])
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help=__doc__.splitlines()[0],
+)
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 
 
 @app.command()
 def up(
-    stack: Annotated[str, typer.Argument(help="a stack file, or the name of a shipped one")],
-    port: Annotated[int | None, typer.Option(help="instead of gateway.port")] = None,
-    detach: Annotated[bool, typer.Option(help="return when the stack is ready")] = False,
+    stack: Annotated[
+        str | None, typer.Argument(help="a stack file, or the name of a shipped one")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="instead of gateway.port")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="return when the stack is ready")
+    ] = False,
+    rollback: Annotated[
+        bool, typer.Option("--rollback", help="go back to the stack before the last change")
+    ] = False,
 ) -> None:
-    """Start a stack and serve until Ctrl-C."""
+    """Start a stack and serve until Ctrl-C; where one runs, change it to this one."""
+    if rollback == (stack is not None) or (rollback and port is not None):
+        _fail("give either a stack, or --rollback and nothing beside it")
+    spec = None if stack is None else _load(stack)
+    from serving.stack import lifecycle, runtime
+    from serving.stack.runtime import RuntimeFailure
+
+    result = None
+    with _interrupted_by_termination():
+        try:
+            if spec is None:
+                result = lifecycle.roll_back(console)
+            else:
+                chosen = spec if port is None else lifecycle.with_port(spec, port)
+                result = lifecycle.up(chosen, port, console)
+            if not result.started_here:
+                console.print(result.text)
+                return
+            _print_first_request(result.url)
+            if not detach:
+                console.print("Ctrl-C ends the stack")
+                _serve()
+        except RuntimeFailure as error:
+            _fail(str(error))
+        except KeyboardInterrupt:
+            if result is None or not result.started_here:
+                left = "the stack runs as before" if runtime.running() else "nothing is left of it"
+                errors.print(f"interrupted; {left}")
+                sys.exit(130)
+            if not detach:
+                console.print(f"ended {lifecycle.end(console)} processes")
+
+
+def _serve() -> None:
+    """Wait until the stack is over by someone else's hand; Ctrl-C raises KeyboardInterrupt."""
+    from serving.stack import lifecycle, runtime
+
+    run = runtime.running()
+    by_command = run is None or lifecycle.wait_until_ended(run["started"])
+    if by_command:
+        console.print("the stack was ended by another command")
+        return
+    lifecycle.end(console)
+    _fail(f"the stack's Ray ended unexpectedly; {runtime.log_file()} and `dmesg` may say why")
+
+
+@contextlib.contextmanager
+def _interrupted_by_termination() -> Iterator[None]:
+    """SIGTERM and a closed terminal end a command as Ctrl-C does, in order."""
+    kinds = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(kind, signal.default_int_handler) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+
+
+def _load(stack: str) -> StackSpec:
     from serving.stack.load import load_stack
 
     try:
-        spec = load_stack(stack)
+        return load_stack(stack)
     except CatalogError as error:
         _fail(str(error))
-    if port is not None:
-        spec = spec.model_copy(update={"gateway": spec.gateway.model_copy(update={"port": port})})
-    from serving.stack import runtime
-
-    if runtime.own_processes():
-        _fail("a stack of yours runs already, or left processes behind: moe-serving down ends it")
-    if not runtime.port_is_free(spec.gateway.host, spec.gateway.port):
-        _fail(f"port {spec.gateway.port} is taken: end its owner, or choose another with --port")
-    if detach:
-        _bring_up(spec)
-        return
-    stopped = threading.Event()
-    # Ctrl-C must reach this process only after everything it started is known to Ray.
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    try:
-        _bring_up(spec)
-        console.print("Ctrl-C ends the stack")
-        while not stopped.wait(1):
-            pass
-    except KeyboardInterrupt:
-        pass
-    finally:
-        console.print(f"ended {_shut_down()} processes")
 
 
-def _connect(address: str) -> None:
-    import logging
+def _print_first_request(url: str) -> None:
+    from serving.stack import history
 
-    import ray
-
-    ray.init(address=address, namespace="serve", logging_level=logging.ERROR, log_to_driver=False)
-
-
-def _bring_up(spec: StackSpec) -> None:
-    from serving.stack import runtime
-
-    try:
-        address = runtime.start_ray(spec.name)
-    except runtime.RuntimeFailure as error:
-        _shut_down()
-        _fail(str(error))
-    _connect(address)
-    # Only now: Ray Serve reads the environment that start_ray sets when it is imported.
-    from serving.stack.deploy import DeployError, deploy
-
-    try:
-        deploy(spec, console.print)
-    except DeployError as error:
-        _shut_down()
-        _fail(str(error))
-    base = f"http://{spec.gateway.host}:{spec.gateway.port}"
+    stack = history.current()
     body = json.dumps(
         {
-            "model": spec.models[0].id,
+            "model": stack.models[0].id if stack else "",
             "prompt": "def add(a, b):",
             "max_tokens": 48,
             "temperature": 0,
             "stream": True,
         }
     )
-    console.print(f"ready at {base}/v1. Try:\n")
-    print(f"curl -N {base}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    console.print(f"ready at {url}/v1. Try:\n")
+    print(f"curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n")
 
 
 @app.command()
 def down() -> None:
     """End the running stack, and whatever an earlier one of yours left behind."""
-    console.print(f"ended {_shut_down()} processes")
+    from serving.stack import lifecycle
 
-
-def _shut_down() -> int:
-    from serving.stack import runtime
-
-    return runtime.stop()
+    console.print(f"ended {lifecycle.end(console)} processes")
 
 
 @app.command()
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """Say what runs: each variant and its state."""
+    """Say what runs: the gateway, and each variant with its state."""
+    from serving.stack import lifecycle
+    from serving.stack.runtime import RuntimeFailure
+
+    try:
+        run, found = lifecycle.status(errors)
+    except RuntimeFailure as error:
+        _fail(str(error))
+    ready, answer = lifecycle.gateway_ready(run)
+    if as_json:
+        more = {"url": run["url"], "started": run["started"], "ready": ready}
+        print(json.dumps(found.model_dump(mode="json", exclude={"kind"}) | more))
+        return
+    since = datetime.fromtimestamp(run["started"]).strftime("%Y-%m-%d %H:%M:%S")
+    console.print(f"{found.stack} at {run['url']}/v1, started {since}")
+    console.print("gateway: ready" if ready else f"gateway: not ready: {answer}", soft_wrap=True)
+    for engine in found.engines:
+        console.print(_engine_line(engine), soft_wrap=True)
+
+
+def _engine_line(engine: EngineStatus) -> str:
+    drafts = engine.speculative
+    how = f"{drafts['method']}, n={drafts['num_speculative_tokens']}" if drafts else "no drafting"
+    parts = [
+        f"{engine.model}@{engine.variant}{' (default)' if engine.default else ''}: {engine.state}",
+        f"{engine.running_replicas} of {engine.wanted_replicas} replicas",
+        how,
+        f"{engine.max_model_len} tokens",
+        engine.app,
+    ]
+    return ", ".join(parts) + (f"\n  {engine.message}" if engine.message else "")
+
+
+@app.command()
+def pull(
+    stack: Annotated[str, typer.Argument(help="a stack file, or the name of a shipped one")],
+) -> None:
+    """Fetch the weights of a stack ahead of time, and check them."""
+    from serving.stack.weights import WeightsError, pull_stack
+
+    try:
+        pull_stack(_load(stack), console)
+    except WeightsError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        errors.print("interrupted; what is there is kept, and the next pull goes on from it")
+        sys.exit(130)
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str | None, typer.Argument(help="a model or model@variant; the server's first")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="base URL of an OpenAI API; the running stack's")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="answer this text and end")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, tokens")] = 256,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 is greedy; the server's default")
+    ] = None,
+    completion: Annotated[
+        bool, typer.Option("--completion", help="continue the text, without a chat template")
+    ] = False,
+) -> None:
+    """Talk to a model; the key comes from OPENAI_API_KEY where one is set."""
+    from serving.studies.chat import run_chat
+    from serving.studies.client import ApiFailureError
+
+    options: dict[str, object] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
+    key = os.environ.get("OPENAI_API_KEY")
+    try:
+        run_chat(url or _stack_url(), model, prompt, options, completion=completion, api_key=key)
+    except ApiFailureError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _stack_url() -> str:
+    """The API of the stack that runs here, else where the shipped stacks listen."""
     from serving.stack import runtime
 
-    state = runtime.running()
-    if state is None or not runtime.own_processes():
-        _fail("no stack runs")
-    from ray import serve
+    run = runtime.running()
+    return f"{run['url'] if run else 'http://127.0.0.1:8000'}/v1"
 
-    _connect(state["address"])
 
-    applications = {
-        name: str(application.status.value)
-        for name, application in serve.status().applications.items()
-    }
+bench = typer.Typer(no_args_is_help=True, help="Measure what serving costs.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def overhead(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="interleaved rounds")] = 5,
+    streams: Annotated[str, typer.Option(help="numbers of concurrent requests")] = "1,8,16",
+    output: Annotated[Path | None, typer.Option(help="write the JSON to this file too")] = None,
+) -> None:
+    """Compare this stack with a bare vLLM server and with ray.serve.llm, on the demo model."""
+    from serving.studies.client import ApiFailureError
+    from serving.studies.overhead.report import as_json as to_json
+    from serving.studies.overhead.report import as_tables
+    from serving.studies.overhead.servers import ServerError
+    from serving.studies.overhead.study import parse_streams, run_study
+
+    try:
+        model, measured = run_study("demo", parse_streams(streams), rounds, errors.print)
+    except (ApiFailureError, CatalogError, ServerError, ValueError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    text = json.dumps(to_json(measured, model), indent=2)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
     if as_json:
-        print(json.dumps({"stack": state["stack"], "applications": applications}))
-        return
-    for name, value in sorted(applications.items()):
-        console.print(f"{name}: {value.lower()}")
+        print(text)
+    else:
+        console.print(as_tables(measured))
 
 
 def _fail(message: str) -> NoReturn:
-    errors.print(f"[red]error:[/red] {message}", soft_wrap=True)
+    errors.print("[red]error:[/red]", end=" ")
+    # As it is: what a user or an engine wrote may hold square brackets.
+    errors.print(message, soft_wrap=True, markup=False)
     sys.exit(2)
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    try:
+        app()
+    except Exception as error:
+        from serving.stack.runtime import home
+
+        home().mkdir(parents=True, exist_ok=True, mode=0o700)
+        log = home() / "error.log"
+        log.write_text(traceback.format_exc())
+        _fail(f"{type(error).__name__}: {error} (unexpected; the details are in {log})")

@@ -1,59 +1,200 @@
-"""A validated stack on Ray Serve: engine applications first, then the gateway.
+"""A validated stack as Ray Serve applications: engines and gateway, started and changed.
 
-Owns the deployment options and the order. Leaves the Ray cluster's own start
-and stop to `runtime`.
+Owns the deployment options and the order. Runs in the `driver` process, which has
+connected to the stack's own Ray. Leaves what an update consists of to `update`,
+and reading Serve's state to `watch`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
+import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
+import serving
 from serving.engines.vllm import HEALTH_CHECK_PERIOD_S, VllmEngine
 from serving.gateway.deployment import build_gateway
-from serving.gateway.settings import GatewaySettings
-from serving.router.table import ModelRoute, RoutingTable, VariantRoute
+from serving.stack import update
 from serving.stack.engine_plan import EnginePlan, plan_engines
-from serving.stack.spec import StackSpec
+from serving.stack.events import DRAINING, ENDED, Outcome, Step
+from serving.stack.gateway_plan import GATEWAY_APP, GatewayPlan, plan_gateway
+from serving.stack.spec import GatewaySpec, StackSpec
+from serving.stack.watch import (
+    DeployError,
+    engine_applications,
+    wait_until_gone,
+    wait_until_running,
+)
 
-GATEWAY_APP = "gateway"
+Emit = Callable[[Step], None]
+# Beyond the longest request: Serve's own loops take their turns.
+DRAIN_MARGIN_S = 30.0
 
 
-class DeployError(RuntimeError):
-    """An engine or the gateway did not come up."""
+def start(stack: StackSpec, emit: Emit) -> Outcome:
+    """Bring up every engine and the gateway, all at the same time.
 
-
-def deploy(stack: StackSpec, report: Callable[[str], None]) -> None:
-    """Bring up every engine, then the gateway; `report` gets a line per step.
-
-    Needs a connection to the stack's own Ray. Raises DeployError with Serve's
-    message for the application that failed.
+    Raises DeployError with the first component's own message that fails, or where
+    the machine does not have what the stack needs.
     """
     plans = plan_engines(stack)
-    host = stack.gateway.host
+    _check_room(plans, stack.gateway)
     serve.start(
-        proxy_location="HeadOnly", http_options=HTTPOptions(host=host, port=stack.gateway.port)
+        proxy_location="HeadOnly",
+        http_options=HTTPOptions(host=stack.gateway.host, port=stack.gateway.port),
     )
-    for plan in plans:
-        serve.run(engine_application(plan), name=plan.app_name, route_prefix=None, blocking=False)
-    for plan in plans:
-        _wait_until_running(plan.app_name, f"{plan.model_id}@{plan.variant}", report)
-    serve.run(
-        build_gateway(
-            gateway_settings(stack, plans),
-            num_replicas=stack.gateway.replicas,
-            max_ongoing_requests=stack.gateway.max_ongoing_requests,
-            ray_actor_options={"num_cpus": stack.gateway.num_cpus},
-        ),
-        name=GATEWAY_APP,
-        route_prefix="/",
-        blocking=False,
+    _run([*map(_engine_target, plans), _gateway_target(plan_gateway(stack, plans))])
+    wait_until_running(_labels(plans) | {GATEWAY_APP: GATEWAY_APP}, emit)
+    return Outcome(text="ready")
+
+
+def change(old: StackSpec, new: StackSpec, emit: Emit) -> Outcome:
+    """Turn the running stack `old` into `new` without losing a request.
+
+    New engines load beside the old; the gateway's table is switched when they are
+    ready; then the old drain and end. Where a new engine fails, everything is as
+    before. Raises UpdateRefused before, and DeployError after, anything was touched.
+    """
+    update.refuse_fixed_fields(old, new)
+    before, after = plan_engines(old), plan_engines(new)
+    plan = update.plan_update(before, after, engine_applications())
+    gateway = update.gateway_changes(old, before, new, after)
+    if not plan.touches_engines and not gateway:
+        return Outcome(text="nothing to change", changed=False)
+    extra = update.grown(before, plan.change)
+    needed = {kind: n + extra[kind] for kind, n in update.resources_for(plan.start).items()}
+    _check_room_beside(needed)
+    try:
+        _start_and_switch(plan, plan_gateway(new, after), emit)
+    except BaseException as error:
+        _undo(plan, before, plan_gateway(old, before))
+        if isinstance(error, DeployError):
+            text = f"{error}\nThe stack that ran before goes on serving."
+            raise DeployError(text, error.workers) from error
+        raise
+    _remove(plan.remove, before, emit)
+    return Outcome(text=_summary(plan))
+
+
+def _start_and_switch(plan: update.UpdatePlan, gateway: GatewayPlan, emit: Emit) -> None:
+    moving = [*plan.start, *plan.change]
+    if moving:
+        _run([_engine_target(engine) for engine in moving])
+        wait_until_running(_labels(moving), emit)
+    _run([_gateway_target(gateway)])
+    wait_until_running({GATEWAY_APP: GATEWAY_APP}, emit)
+
+
+def _undo(plan: update.UpdatePlan, before: Sequence[EnginePlan], gateway: GatewayPlan) -> None:
+    """As it was: the table first, so that no request is sent to what goes."""
+    changed = {engine.app_name for engine in plan.change}
+    _run([_gateway_target(gateway)])
+    _run([_engine_target(engine) for engine in before if engine.app_name in changed])
+    for engine in plan.start:
+        serve.delete(engine.app_name, _blocking=False)
+
+
+def _remove(names: Sequence[str], before: Sequence[EnginePlan], emit: Emit) -> None:
+    """Let the old engines finish their requests, then end them."""
+    known = {engine.app_name: engine for engine in before}
+    longest = max((e.drain_within_s for e in known.values()), default=0.0)
+    for name in names:
+        emit(Step(name=_old_label(name, known), step=DRAINING, detail="finishes its requests"))
+        serve.delete(name, _blocking=False)
+    left = list(names)
+    deadline = time.monotonic() + longest + DRAIN_MARGIN_S
+    while left and time.monotonic() < deadline:
+        still = wait_until_gone(left, time.monotonic() + 1)
+        for name in set(left) - set(still):
+            emit(Step(name=_old_label(name, known), step=ENDED))
+        left = still
+
+
+def _old_label(name: str, known: Mapping[str, EnginePlan]) -> str:
+    engine = known.get(name)
+    return f"{engine.model_id}@{engine.variant} (old)" if engine else name
+
+
+def _summary(plan: update.UpdatePlan) -> str:
+    counts = (
+        (len(plan.start), "started"),
+        (len(plan.change), "changed in place"),
+        (len(plan.keep), "untouched"),
+        (len(plan.remove), "ended"),
     )
-    _wait_until_running(GATEWAY_APP, "gateway", report)
+    return "engines: " + ", ".join(f"{n} {what}" for n, what in counts if n)
+
+
+def _labels(plans: Sequence[EnginePlan]) -> dict[str, str]:
+    return {plan.app_name: f"{plan.model_id}@{plan.variant}" for plan in plans}
+
+
+# --- room ---------------------------------------------------------------------------------
+
+
+def _check_room(plans: Sequence[EnginePlan], gateway: GatewaySpec) -> None:
+    need, total = update.resources_for(plans), ray.cluster_resources()
+    need["CPU"] += gateway.num_cpus * gateway.replicas
+    if missing := update.shortage(need, total, total):
+        raise DeployError(
+            f"not enough room: the stack {missing}; choose a smaller stack, fewer replicas, "
+            "or a lower num_cpus (what Ray sets aside, not a limit)"
+        )
+
+
+def _check_room_beside(need: Mapping[str, float]) -> None:
+    if missing := update.shortage(need, ray.available_resources(), ray.cluster_resources()):
+        raise update.UpdateRefused(
+            f"not enough room: the new engines start beside the old ones and {missing}; "
+            "`moe-serving down`, then `moe-serving up` with the new file. Nothing was changed"
+        )
+
+
+# --- Serve applications -------------------------------------------------------------------
+
+
+def _run(targets: Sequence[serve.RunTarget]) -> None:
+    """Hand applications to Serve and return at once; `watch` says how they fare."""
+    if targets:
+        serve.run_many(
+            targets,
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+
+def _engine_target(plan: EnginePlan) -> serve.RunTarget:
+    application = _versioned(engine_application(plan), plan.app_name)
+    return serve.RunTarget(target=application, name=plan.app_name, route_prefix=None)
+
+
+def _gateway_target(plan: GatewayPlan) -> serve.RunTarget:
+    application = build_gateway(
+        plan.settings,
+        num_replicas=plan.replicas,
+        max_ongoing_requests=plan.max_ongoing_requests,
+        ray_actor_options={"num_cpus": plan.num_cpus},
+        graceful_shutdown_timeout_s=plan.drain_within_s,
+        max_constructor_retry_count=1,
+    )
+    return serve.RunTarget(
+        target=_versioned(application, serving.__version__), name=GATEWAY_APP, route_prefix="/"
+    )
+
+
+def _versioned(application: serve.Application, version: str) -> serve.Application:
+    """The same application under a version of ours.
+
+    Without one Serve gives every deploy a random version and replaces the
+    replicas, even where only `user_config` or the number of replicas has changed.
+    Serve 2.60 has no public way to name it.
+    """
+    application._bound_deployment._version = version
+    return application
 
 
 def engine_application(plan: EnginePlan) -> serve.Application:
@@ -64,15 +205,14 @@ def engine_application(plan: EnginePlan) -> serve.Application:
         # Each reply then says what was drafted and accepted; a plain engine refuses the first.
         arguments["per_request_spec_decode_metrics"] = "summary"
         arguments["enable_per_request_metrics"] = True
-    on_cpu = plan.gpus == 0
     config = LLMConfig(
         model_loading_config={"model_id": plan.model_id, "model_source": plan.source},
         engine_kwargs=arguments,
         # Off, so that vLLM keeps its own Prometheus metrics under their own names.
         log_engine_metrics=False,
-        accelerator_config={"kind": "cpu"} if on_cpu else None,
-        placement_group_config={"bundles": [{"CPU": plan.num_cpus}]} if on_cpu else None,
-        # The bundle above is all an engine takes; Ray would add a core of its own.
+        accelerator_config=None if plan.gpus else {"kind": "cpu"},
+        placement_group_config={"bundles": _bundles(plan)},
+        # The bundles are all an engine takes; Ray would add a core of its own.
         deployment_config={"ray_actor_options": {"num_cpus": 0}},
         runtime_env={"env_vars": dict(plan.env)},
     )
@@ -92,54 +232,17 @@ def engine_application(plan: EnginePlan) -> serve.Application:
             "max_ongoing_requests": plan.max_ongoing_requests,
             "max_queued_requests": 4 * plan.max_ongoing_requests,
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+            # A replica that is taken away first finishes what it has.
+            "graceful_shutdown_timeout_s": plan.drain_within_s,
+            # What vLLM refuses once it refuses again, and each try takes minutes.
+            "max_constructor_retry_count": 1,
             **scaling,
         },
     )
 
 
-def gateway_settings(stack: StackSpec, plans: tuple[EnginePlan, ...]) -> GatewaySettings:
-    """The gateway's settings and routing table for this stack."""
-    models = tuple(
-        ModelRoute(
-            id=model.id,
-            aliases=model.aliases,
-            default_variant=model.default_variant,
-            variants=tuple(
-                VariantRoute(
-                    variant=plan.variant,
-                    app_name=plan.app_name,
-                    max_model_len=plan.max_model_len,
-                    speculative=plan.speculative,
-                )
-                for plan in plans
-                if plan.model_id == model.id
-            ),
-        )
-        for model in stack.models
-    )
-    gateway = stack.gateway
-    return GatewaySettings(
-        table=RoutingTable(models=models),
-        max_body_bytes=gateway.max_body_mib * 2**20,
-        request_timeout_s=gateway.request_timeout_s,
-        connect_timeout_s=gateway.connect_timeout_s,
-        keep_alive_s=gateway.keep_alive_s,
-        cors_origins=gateway.cors_origins,
-    )
-
-
-def _wait_until_running(app_name: str, label: str, report: Callable[[str], None]) -> None:
-    began = time.monotonic()
-    reported = ""
-    while True:
-        application = serve.status().applications.get(app_name)
-        status = application.status.value if application else "NOT_STARTED"
-        seconds = time.monotonic() - began
-        if status != reported:
-            report(f"{label}: {status.lower()} after {seconds:.0f} s")
-            reported = status
-        if status == "RUNNING":
-            return
-        if status in ("DEPLOY_FAILED", "UNHEALTHY") and application is not None:
-            raise DeployError(f"{label} did not start: {application.message}")
-        time.sleep(0.5)
+def _bundles(plan: EnginePlan) -> list[dict[str, float]]:
+    """What Ray sets aside for one replica: one bundle per GPU, the cores with the first."""
+    if not plan.gpus:
+        return [{"CPU": plan.num_cpus}]
+    return [{"GPU": 1, "CPU": plan.num_cpus}] + [{"GPU": 1}] * (plan.gpus - 1)

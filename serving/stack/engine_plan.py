@@ -17,6 +17,7 @@ from serving.stack.settings import AutoscalingSpec, EngineSettings, overlay
 from serving.stack.spec import InlineModel, ModelSpec, StackSpec
 
 CPU = "cpu"
+ENGINE_PREFIX = "engine-"
 # vLLM's own default (up to 1,024) exceeds the GDN state blocks of a single card.
 MAX_NUM_SEQS = {True: 16, False: 64}
 # GiB of KV cache, and threads left to the scheduler: a small machine runs other things too.
@@ -67,14 +68,17 @@ class EnginePlan:
     max_model_len: int = 1
     max_num_seqs: int = 1
     speculative: dict[str, Any] | None = None
+    drain_within_s: float = 600.0
+    """Longest wait for running requests before a replica ends, seconds."""
 
 
 def plan_engines(stack: StackSpec) -> tuple[EnginePlan, ...]:
     """One plan per model and variant, in the file's order."""
-    return tuple(_plan(model, name) for model in stack.models for name in model.variants)
+    longest = stack.gateway.request_timeout_s
+    return tuple(_plan(model, name, longest) for model in stack.models for name in model.variants)
 
 
-def _plan(model: ModelSpec, variant: str) -> EnginePlan:
+def _plan(model: ModelSpec, variant: str, longest_request_s: float) -> EnginePlan:
     source = model.checked_source()
     settings = overlay(model, model.variants[variant])
     spec = model.variants[variant].speculative
@@ -117,6 +121,7 @@ def _plan(model: ModelSpec, variant: str) -> EnginePlan:
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         speculative=speculative,
+        drain_within_s=longest_request_s,
     )
 
 
@@ -168,4 +173,4 @@ def _app_name(model_id: str, variant: str, decides: tuple[Any, ...]) -> str:
     text = json.dumps([model_id, variant, *decides], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     slug = re.sub(r"[^a-z0-9]+", "-", model_id.lower()).strip("-")
-    return f"engine-{slug}-{variant}-{digest}"
+    return f"{ENGINE_PREFIX}{slug}-{variant}-{digest}"

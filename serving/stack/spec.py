@@ -19,6 +19,8 @@ from serving.stack.settings import EngineSettings, Spec
 from serving.stack.speculative import SpeculativeSpec
 
 _DNS_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?")
+# Formats whose kernels vLLM has for GPUs only.
+GPU_ONLY = frozenset({"fp8", "nvfp4", "int4"})
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 
 
@@ -70,6 +72,9 @@ class GatewaySpec(Spec):
     )
     request_timeout_s: float = Field(default=600, gt=0, description="longest request, seconds")
     connect_timeout_s: float = Field(default=5, gt=0, description="to reach an engine, seconds")
+    queue_timeout_s: float = Field(
+        default=30, gt=0, description="longest wait for a free slot of an engine, seconds"
+    )
     keep_alive_s: float = Field(
         default=15, ge=0, description="silence before an SSE comment, seconds; 0 turns it off"
     )
@@ -177,7 +182,11 @@ class ModelSpec(EngineSettings):
         if (self.model is None) == (self.inline is None):
             found = "neither model nor inline" if self.model is None else "both model and inline"
             raise FieldError(f"found {found}; give one of the two")
-        self._check_context(self.checked_source())
+        source = self.checked_source()
+        self._check_context(source)
+        self._check_format(source)
+        if self.gpu == "cpu":
+            self._check_cpu(source)
         return self
 
     def checked_source(self) -> InlineModel:
@@ -207,9 +216,7 @@ class ModelSpec(EngineSettings):
         )
 
     def _check_context(self, source: InlineModel) -> None:
-        blocks: list[tuple[EngineSettings, tuple[str, ...]]] = [(self, ())]
-        blocks += [(variant, ("variants", name)) for name, variant in self.variants.items()]
-        for block, path in blocks:
+        for block, path in self._blocks():
             length = block.max_model_len
             if length is not None and length > source.max_context:
                 limit = f"the model takes {source.max_context} tokens"
@@ -222,6 +229,36 @@ class ModelSpec(EngineSettings):
                     "one, name a drafting checkpoint under speculative.model, or drop the block",
                     *("variants", name, "speculative", "method"),
                 )
+
+    def _check_format(self, source: InlineModel) -> None:
+        place = str(source.path or source.repo)
+        if source.quantisation == "gguf" or place.lower().endswith(".gguf"):
+            raise FieldError(
+                f"found a GGUF checkpoint ({place}), which vLLM does not serve for these models; "
+                "choose another checkpoint",
+                *(("inline",) if self.inline else ("checkpoint",)),
+            )
+
+    def _check_cpu(self, source: InlineModel) -> None:
+        if source.quantisation in GPU_ONLY:
+            raise FieldError(
+                f"found cpu, but the checkpoint is {source.quantisation}, which needs a GPU; "
+                "choose a bf16 checkpoint or a GPU class",
+                "gpu",
+            )
+        for block, path in self._blocks():
+            if block.prefix_caching:
+                raise FieldError(
+                    "found true, but on a CPU vLLM cannot cache the prefixes of these models; "
+                    "remove it",
+                    *path,
+                    "prefix_caching",
+                )
+
+    def _blocks(self) -> list[tuple[EngineSettings, tuple[str, ...]]]:
+        """The model's own settings and each variant's, with the path that leads there."""
+        variants = self.variants.items()
+        return [(self, ()), *((variant, ("variants", name)) for name, variant in variants)]
 
 
 class StackSpec(Spec):

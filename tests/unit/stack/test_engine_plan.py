@@ -35,7 +35,7 @@ def test_the_demo_has_a_drafting_and_a_plain_engine_on_cpu() -> None:
     }
     assert (mtp.is_default, plain.is_default, plain.speculative) == (True, False, None)
     assert mtp.env == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    assert (mtp.gpus, mtp.num_cpus, mtp.replicas, mtp.max_ongoing_requests) == (0, 0.5, 1, 32)
+    assert (mtp.gpus, mtp.num_cpus, mtp.replicas, mtp.max_ongoing_requests) == (0, 0.25, 1, 32)
 
 
 def test_a_variant_s_setting_wins_and_null_takes_the_model_s_away() -> None:

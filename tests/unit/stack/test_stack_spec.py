@@ -135,6 +135,23 @@ def test_a_drafting_block_becomes_vllm_s_own_without_empty_fields() -> None:
             "holds no MTP head; choose a checkpoint with one, name a drafting checkpoint under "
             "speculative.model, or drop the block",
         ),
+        (
+            HEAD + "    variants: {plain: {prefix_caching: true}}\n",
+            "s.yaml:6: models[0].variants.plain.prefix_caching: found true, but on a CPU vLLM "
+            "cannot cache the prefixes of these models; remove it",
+        ),
+        (
+            HEAD.replace("tiny-moe", "qwen3.6-27b") + "    checkpoint: fp8\n" + PLAIN,
+            "s.yaml:5: models[0].gpu: found cpu, but the checkpoint is fp8, which needs a GPU; "
+            "choose a bf16 checkpoint or a GPU class",
+        ),
+        (
+            HEAD.replace("model: tiny-moe", "id: x")
+            + "    inline: {path: /w/x.gguf, max_context: 99}\n"
+            + PLAIN,
+            "s.yaml:6: models[0].inline: found a GGUF checkpoint (/w/x.gguf), which vLLM does not "
+            "serve for these models; choose another checkpoint",
+        ),
         (HEAD.replace("1", "2", 1) + PLAIN, "s.yaml:1: schema: found 2; should be 1"),
     ],
 )
