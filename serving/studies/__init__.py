@@ -1,0 +1,1 @@
+"""Studies: measuring a running server from outside, as its clients see it."""

@@ -1,0 +1,89 @@
+"""The study as a whole: start four servers, measure, end them whatever happens.
+
+Owns the order and the end of every process. Leaves each step to its own module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from serving.studies.overhead.measure import Measured, run_rounds
+from serving.studies.overhead.servers import LABELS, Server, four_servers, plain_stack
+
+# Each stream is a connection and a task of this one process.
+MAX_STREAMS = 256
+
+
+def run_study(
+    stack: str, streams: Sequence[int], rounds: int, report: Callable[[str], None]
+) -> tuple[str, Measured]:
+    """Compare the four servers on the plain variant of the first model of `stack`.
+
+    Returns the model's id and all readings. `report` gets a line per step. Raises
+    ServerError, ApiFailureError or ConfigError; every process started is ended first.
+    """
+    with _folder() as folder, _sigterm_as_exit():
+        file, plan = plain_stack(stack, folder)
+        servers = four_servers(file, plan, folder)
+        try:
+            for server in servers:
+                _start(server, plan.model_id, report)
+            return plan.model_id, run_rounds(servers, plan.model_id, streams, rounds, report)
+        finally:
+            _stop_all(servers, report)
+
+
+def parse_streams(text: str) -> tuple[int, ...]:
+    """The numbers of `1,8,16`; raises ValueError with the cure."""
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isdecimal() and len(part) < 6]
+    if len(numbers) != len(parts) or not all(1 <= number <= MAX_STREAMS for number in numbers):
+        raise ValueError(
+            f"--streams: found {text!r}; write numbers from 1 to {MAX_STREAMS}, as 1,8,16"
+        )
+    return tuple(dict.fromkeys(numbers))
+
+
+def _start(server: Server, model: str, report: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    report(f"{LABELS[server.name]}: starting")
+    server.start()
+    server.wait_until_ready(model)
+    report(f"{LABELS[server.name]}: ready after {time.monotonic() - began:.0f} s")
+
+
+def _stop_all(servers: Sequence[Server], report: Callable[[str], None]) -> None:
+    # An impatient second Ctrl-C would leave engines behind.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        report("ending the servers")
+        for server in servers:
+            server.stop()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    # Below /tmp: a socket's path has at most 107 bytes, and Ray's are long.
+    folder = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
