@@ -1,0 +1,56 @@
+"""One stack for the whole test session, and the clients that speak to it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from serving.stack.runtime import HOME_VARIABLE
+from tests.integration.harness import RunningStack, wait_until
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
+    """tiny-moe (mtp and plain) and tiny-dense, started with `moe-serving up`."""
+    running = RunningStack(tmp_path_factory.mktemp("stack"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HOME_VARIABLE, str(running.home))
+        with running.ended_whatever_happens():
+            _start(running)
+            yield running
+        down = (running.home / "down.log").read_text()
+        assert running.processes() == [], f"left by `moe-serving down`:\n{down}"
+
+
+def _start(running: RunningStack) -> None:
+    try:
+        result = running.up(running.file, "--port", str(running.port))
+    except subprocess.TimeoutExpired as expired:
+        pytest.fail(f"{expired}\n{expired.output}\n{running.log_tail()}", pytrace=False)
+    if result.returncode != 0:
+        pytest.fail(f"up failed:\n{result.stdout}\n{running.log_tail()}", pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _leases_released(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test did, no slot of an engine stays taken."""
+    yield
+    if "stack" in request.fixturenames and request.path.name != "test_faults.py":
+        running: RunningStack = request.getfixturevalue("stack")
+        wait_until(lambda: running.leases() == 0, 10, "every lease is released")
+
+
+@pytest.fixture
+def openai_client(stack: RunningStack) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=90) as client:
+        yield client
+
+
+@pytest.fixture
+def anthropic_client(stack: RunningStack) -> Iterator[Anthropic]:
+    with Anthropic(base_url=stack.url, api_key="none", max_retries=0, timeout=90) as client:
+        yield client

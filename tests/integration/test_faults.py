@@ -1,0 +1,150 @@
+"""Engines and the gateway die or hang; clients are told, and Serve replaces what is gone.
+
+Each test breaks something that the one before did not, so that none waits for a
+replacement it does not need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.integration.harness import (
+    ENDLESS,
+    PROMPT,
+    VARIANTS,
+    RunningStack,
+    ended,
+    halted,
+    sse_data,
+    wait_until,
+)
+
+REPLACED_WITHIN_S = 240.0
+# The issue's own figure.
+HANG_NOTICED_WITHIN_S = 30.0
+
+
+@contextlib.contextmanager
+def endless_stream(stack: RunningStack, model: str) -> Iterator[Iterator[str]]:
+    """The lines of a stream that goes on until something ends it; the first was read."""
+    body = {"model": model, "prompt": PROMPT, "stream": True, **ENDLESS, "max_tokens": 2000}
+    with stack.http.stream("POST", "/v1/completions", json=body) as reply:
+        assert reply.status_code == 200
+        lines = reply.iter_lines()
+        assert next(lines).startswith("data:")
+        yield lines
+
+
+def assert_ended_by_an_error(rest: list[str], model: str) -> None:
+    events = sse_data("\n".join(rest))
+    assert events[-1]["error"]["code"] == "engine_died"
+    message = f"the engine of {model} stopped before the reply was complete"
+    assert events[-1]["error"]["message"] == message
+    assert not any("error" in event for event in events[:-1])
+    assert "data: [DONE]" not in rest
+
+
+def ask(stack: RunningStack, model: str) -> httpx.Response:
+    return stack.post("/v1/completions", {"model": model, "prompt": PROMPT, "max_tokens": 2})
+
+
+def assert_told_to_come_back(reply: httpx.Response) -> None:
+    assert reply.status_code == 503, reply.text
+    assert int(reply.headers["retry-after"]) >= 1
+    assert reply.json()["error"]["type"] == "server_error"
+    assert reply.json()["error"]["code"] in ("engine_unavailable", "engine_died")
+
+
+def test_a_stream_whose_engine_dies_ends_with_an_error_and_the_engine_is_replaced(
+    stack: RunningStack, openai_client: OpenAI
+) -> None:
+    engine = stack.engine("tiny-dense@plain")
+    core = engine.core
+    with endless_stream(stack, "tiny-dense") as lines:
+        core.kill()
+        assert_ended_by_an_error(list(lines), "tiny-dense")
+
+    told: list[httpx.Response] = []
+    deadline = time.monotonic() + REPLACED_WITHIN_S
+    while (reply := ask(stack, "tiny-dense")).status_code != 200:
+        assert_told_to_come_back(reply)
+        if not told:
+            with pytest.raises(openai.InternalServerError) as raised:
+                openai_client.completions.create(model="tiny-dense", prompt=PROMPT)
+            assert raised.value.status_code == 503
+        told.append(reply)
+        assert time.monotonic() < deadline, "the engine is not replaced"
+        assert ask(stack, "tiny-moe@plain").status_code == 200
+        time.sleep(0.5)
+    assert told, "a request was answered by a dead engine"
+    assert stack.engine("tiny-dense@plain").core.pid != core.pid
+    assert ended(engine.replica)
+
+
+def test_an_engine_that_hangs_with_work_is_unhealthy_within_30_seconds(
+    stack: RunningStack,
+) -> None:
+    core = stack.engine("tiny-moe@mtp").core
+    with endless_stream(stack, "tiny-moe@mtp") as lines, halted(core):
+        wait_until(
+            lambda: stack.readiness().get("tiny-moe@mtp", "running") != "running",
+            HANG_NOTICED_WITHIN_S,
+            "the hung engine is reported",
+        )
+        assert stack.http.get("/readyz").status_code == 503
+        assert_ended_by_an_error(list(lines), "tiny-moe")
+        wait_until(lambda: ended(core), 15, "the hung engine core is ended")
+    assert_told_to_come_back(ask(stack, "tiny-moe@mtp"))
+    assert ask(stack, "tiny-moe@plain").status_code == 200
+
+
+def test_a_stream_whose_whole_replica_dies_ends_with_an_error(stack: RunningStack) -> None:
+    engine = stack.engine("tiny-moe@plain")
+    core = engine.core
+    with endless_stream(stack, "tiny-moe@plain") as lines:
+        engine.replica.kill()
+        assert_ended_by_an_error(list(lines), "tiny-moe")
+
+    assert_told_to_come_back(ask(stack, "tiny-moe@plain"))
+    wait_until(lambda: ended(core), 15, "the dead replica's engine core ends too")
+
+
+def test_every_engine_that_was_lost_is_replaced(stack: RunningStack) -> None:
+    wait_until(
+        lambda: stack.readiness() == dict.fromkeys(VARIANTS, "running"),
+        REPLACED_WITHIN_S,
+        "every variant is ready again",
+    )
+
+    assert stack.http.get("/readyz").status_code == 200
+    for model in VARIANTS:
+        assert ask(stack, model).status_code == 200
+    assert stack.leases() == 0
+
+
+def test_without_a_gateway_the_proxy_answers_in_the_same_shape(stack: RunningStack) -> None:
+    stack.gateway_process().kill()
+    seen: dict[int, httpx.Response] = {}
+
+    def back() -> bool:
+        reply = ask(stack, "tiny-moe")
+        seen.setdefault(reply.status_code, reply)
+        return reply.status_code == 200
+
+    wait_until(back, 90, "the gateway is replaced")
+    refused = [reply for status, reply in seen.items() if status != 200]
+    assert refused, "no request came while the gateway was gone"
+    for reply in refused:
+        assert reply.status_code in (502, 503)
+        assert reply.headers["content-type"] == "application/json"
+        error = reply.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "proxy")
+    for model in VARIANTS:
+        assert ask(stack, model).status_code == 200
