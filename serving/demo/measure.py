@@ -265,6 +265,9 @@ def main() -> None:
     name = arguments.model
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # As Ray sets it for an engine with less than two cores: a model this small gains
+    # nothing from a second thread and loses much when the cores are busy.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     engines = [Engine(name, n) for n in DRAFTS]
     try:
         rows = [

@@ -1,12 +1,19 @@
-"""Cures a fault of vLLM's CPU build; vLLM loads it in each of its processes, as a plugin.
+"""Cures two faults of vLLM's CPU build; vLLM loads it in each of its processes, as a plugin.
 
-vLLM 0.32 on a CPU gives the rejection sampler's `_expand` its tensors converted
-to int64 and drops the result, so that drafting at a temperature above 0 scales
-the logits by whatever the memory held and the text becomes noise. Here the same
-expansion is done by torch.
+Sampling: vLLM 0.32 on a CPU gives the rejection sampler's `_expand` its tensors
+converted to int64 and drops the result, so that drafting at a temperature above 0
+scales the logits by whatever the memory held and the text becomes noise. Here
+torch does the expansion.
+
+One-token prompts: the convolution of the gated-delta-net layers wants its input
+[channels, tokens] with a stride of `channels` between tokens. Cut from a wider
+tensor, one lone token keeps that tensor's stride, the kernel refuses it, and the
+engine dies. Here the stride is put right, which for one token moves no data.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -15,10 +22,25 @@ def register() -> None:
     """Entry point of the group `vllm.general_plugins`; changes nothing on a GPU."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        from vllm.v1.sample import rejection_sampler
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.v1.sample import rejection_sampler
 
-        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    convolve = gdn_attention._causal_conv1d_fwd_cpu
+
+    def convolve_any_length(*, x: torch.Tensor, **rest: Any) -> torch.Tensor:
+        result: torch.Tensor = convolve(x=with_token_stride(x), **rest)
+        return result
+
+    gdn_attention._causal_conv1d_fwd_cpu = convolve_any_length
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def with_token_stride(x: torch.Tensor) -> torch.Tensor:
+    """`x` [channels, tokens] with `channels` between tokens, also where there is one token."""
+    channels, tokens = x.shape
+    return x.as_strided(x.shape, (1, channels)) if tokens == 1 else x
 
 
 def expand_batch_to_tokens(

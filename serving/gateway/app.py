@@ -141,6 +141,7 @@ class GatewayApp:
         if path == "/healthz":
             await reply.json(200, {"status": "alive"})
         elif path == "/readyz":
+            await self._pool.look()
             await self._readiness(reply)
         elif path == "/metrics":
             await reply.body(200, b"text/plain; version=0.0.4", self._metrics.exposition())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +25,10 @@ from serving.gateway import errors
 
 logger = logging.getLogger("ray.serve")
 
-POLL_EVERY_S = 2.0
+# Serve's status takes about 20 ms of CPU, so it is asked for often only where the
+# last answer was bad news, or where someone waits for it.
+POLL_EVERY_S = 10.0
+FRESH_FOR_S = 2.0
 RECHECK_EVERY_S = 0.5
 RETRY_AFTER_LOADING_S = 10.0
 RETRY_AFTER_BUSY_S = 2.0
@@ -52,6 +57,8 @@ class EnginePool:
     def __init__(self) -> None:
         self._handles: dict[str, DeploymentHandle] = {}
         self._states: Mapping[str, EngineState] = {}
+        self._looked_at = -math.inf
+        self._looking = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
 
     async def add(self, app_names: Iterable[str]) -> None:
@@ -59,7 +66,8 @@ class EnginePool:
         for name in set(app_names) - self._handles.keys():
             handle = await asyncio.to_thread(serve.get_app_handle, name)
             self._handles[name] = handle.options(method_name="lease", stream=True)
-        await self.refresh()
+        async with self._looking:
+            await self._refresh()
         if self._poller is None:
             self._poller = asyncio.create_task(self._poll())
 
@@ -72,9 +80,20 @@ class EnginePool:
         """The application's state at the last look, at most `POLL_EVERY_S` old."""
         return self._states.get(app_name, UNKNOWN)
 
-    async def refresh(self) -> None:
-        """Ask Serve's controller for the state of every application."""
+    async def look(self) -> None:
+        """Make the states at most `FRESH_FOR_S` old, where Serve's controller answers."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at < FRESH_FOR_S:
+                return
+            try:
+                await self._refresh()
+            except Exception:
+                # The controller may be restarting; the last known states stand.
+                logger.exception("cannot read the state of the engine applications")
+
+    async def _refresh(self) -> None:
         status = await asyncio.to_thread(serve.status)
+        self._looked_at = time.monotonic()
         self._states = {
             name: EngineState(
                 running_replicas=sum(
@@ -96,6 +115,8 @@ class EnginePool:
         Raises ApiError: 503 where no replica runs, 429 where none is free in time.
         """
         handle = self._handles.get(app_name)
+        if not self.state(app_name).ready:
+            await self.look()
         if handle is None or not self.state(app_name).ready:
             raise self._unavailable(app_name, model)
         stream: DeploymentResponseGenerator = handle.remote()
@@ -117,6 +138,7 @@ class EnginePool:
                 await asyncio.wait({first}, timeout=RECHECK_EVERY_S)
                 if first.done():
                     break
+                await self.look()
                 if not self.state(app_name).ready:
                     raise self._unavailable(app_name, model)
                 if asyncio.get_running_loop().time() > deadline:
@@ -140,8 +162,4 @@ class EnginePool:
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_EVERY_S)
-            try:
-                await self.refresh()
-            except Exception:
-                # Serve's controller may be restarting; the last known state stands.
-                logger.exception("cannot read the state of the engine applications")
+            await self.look()

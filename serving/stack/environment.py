@@ -48,6 +48,12 @@ def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dic
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        # One thread relays some 50,000 chunks a second; more of them only pass work around.
+        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        # Ray would run replicas below everything else on the machine.
+        "RAY_worker_niceness": "0",
+        # A replica's title may not overwrite its environment: the mark is looked for there.
+        "SPT_NOENV": "1",
         # HAProxy is asked for its pid until it answers; Serve's 5 s are short on a busy machine.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         "RAY_USAGE_STATS_ENABLED": "0",

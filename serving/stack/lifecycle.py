@@ -43,6 +43,7 @@ UNDO_WITHIN_S = 20.0
 # HAProxy learns of a new gateway within a turn of Serve's control loop.
 REACHABLE_WITHIN_S = 30.0
 LOOK_EVERY_S = 1.0
+DRIVER = (sys.executable, "-m", "serving.stack.driver")
 RAY, SERVE = "Ray", "Ray Serve"
 
 
@@ -131,12 +132,14 @@ def end(console: Console) -> int:
     """
     with _uninterrupted():
         run = runtime.running()
-        before = len(runtime.own_processes())
+        before, memory = len(runtime.own_processes()), runtime.shared_memory()
         runtime.mark_stopping()
         if run is not None and run["ray_up"] and before and runtime.ray_answers(run):
             with console.status("ending: gateway, engines, Ray Serve, Ray"):
                 _end_applications(run)
-        return max(before, runtime.end_processes())
+        count = max(before, runtime.end_processes())
+        runtime.drop_shared_memory(memory)
+        return count
 
 
 # --- up from nothing ----------------------------------------------------------------------
@@ -236,7 +239,7 @@ def _update(run: Run, stack: StackSpec, console: Console) -> Up:
             "what runs was not noted, so it cannot be changed; "
             "`moe-serving down`, then `moe-serving up` again"
         )
-    with Progress(console) as progress, _Driver("change", run) as driver:
+    with _memory_freed(), Progress(console) as progress, _Driver("change", run) as driver:
         progress.show(Step(name=SERVE, step="loading"))
         driver.send(
             Request(
@@ -251,6 +254,16 @@ def _update(run: Run, stack: StackSpec, console: Console) -> Up:
     if outcome.changed:
         return Up(run["url"], started_here=False, text=outcome.text)
     return Up(run["url"], started_here=False, text="nothing to change")
+
+
+@contextlib.contextmanager
+def _memory_freed() -> Iterator[None]:
+    """Free the shared memory of engines that ended inside the block."""
+    memory = runtime.shared_memory()
+    try:
+        yield
+    finally:
+        runtime.drop_shared_memory(memory)
 
 
 def _switching(progress: Progress, stack: StackSpec) -> Callable[[Step], None]:
@@ -275,7 +288,7 @@ class _Driver:
         self._end_within_s = end_within_s
         with runtime.log_file().open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "serving.stack.driver", action],
+                [*DRIVER, action],
                 env=runtime.environment_of(run),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

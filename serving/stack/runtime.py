@@ -34,6 +34,8 @@ HOME_VARIABLE = "MOE_SERVING_HOME"
 # Ray answers SIGTERM in under a second; what has not gone by then hangs.
 TERMINATE_WITHIN_S = 5.0
 KILL_WITHIN_S = 5.0
+# Python's own name for a block; one that is freed already shows as `(deleted)`.
+SHARED_MEMORY = "/dev/shm/psm_"
 # A process may start another one while it is being ended.
 KILL_ROUNDS = 5
 
@@ -91,7 +93,8 @@ def running() -> Run | None:
         run: Run = json.loads((home() / "run.json").read_text())
     except (OSError, ValueError):
         return None
-    return run
+    # Another version's note cannot be acted on; `down` still ends what it left by the mark.
+    return run if run.keys() == Run.__annotations__.keys() else None
 
 
 def note(run: Run) -> None:
@@ -264,6 +267,27 @@ def last_lines(path: Path, count: int, limit: int = 4000) -> str:
         text = path.read_bytes()[-limit:].decode(errors="replace")
         return "\n".join(text.rstrip().splitlines()[-count:])
     return ""
+
+
+def shared_memory() -> frozenset[Path]:
+    """Shared memory that own processes have mapped now (vLLM's, between its processes)."""
+    found = set()
+    for process in own_processes():
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+            found |= {word for word in maps.split() if word.startswith(SHARED_MEMORY)}
+    return frozenset(map(Path, found))
+
+
+def drop_shared_memory(before: frozenset[Path]) -> None:
+    """Free what `shared_memory` found and nobody of ours uses any more.
+
+    Some 400 MB for each engine; a vLLM that is ended from outside leaves it
+    behind, and it would stay until the machine restarts.
+    """
+    for path in before - shared_memory():
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def mark_stopping() -> None:

@@ -119,6 +119,7 @@ def message_of(application: ApplicationDetails) -> str:
 def shorten(text: str) -> str:
     """The last exception of a traceback with what follows it; other text as it is, cut."""
     lines = [line.rstrip() for line in _ANSI.sub("", text).splitlines() if line.strip()]
+    lines = [line for line in lines if "For further information visit" not in line]
     starts = [i for i, line in enumerate(lines) if _EXCEPTION.match(line)]
     kept = lines[starts[-1] :] if starts else lines[-MESSAGE_LINES:]
     return "\n".join(kept[:MESSAGE_LINES])[:MESSAGE_CHARACTERS]

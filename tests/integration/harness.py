@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ class Engine:
 
     replica: psutil.Process
     url: str
-    key: str
+    key: str = field(repr=False)
 
     @property
     def core(self) -> psutil.Process:
@@ -271,7 +271,8 @@ class RunningStack:
         replica = self.replica_process(f"engine-{variant.replace('@', '-')}-")
         key = (self.home / "engine.key").read_text().split()[0]
         for connection in replica.net_connections("tcp"):
-            if connection.status != psutil.CONN_LISTEN:
+            # Ray's own ports listen on IPv6.
+            if connection.status != psutil.CONN_LISTEN or ":" in connection.laddr.ip:
                 continue
             url = f"http://{connection.laddr.ip}:{connection.laddr.port}"
             with contextlib.suppress(httpx.HTTPError):

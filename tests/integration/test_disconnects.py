@@ -33,28 +33,26 @@ def idle(engine: Engine) -> bool:
 
 
 @contextlib.contextmanager
-def sent(stack: RunningStack, model: str, *, stream: bool) -> Iterator[httpx.Response | None]:
-    """An endless request that is under way; the connection closes after the block.
-
-    The reply's start where it streams; None where nothing can have come back yet.
-    """
+def sent(stack: RunningStack, model: str, *, stream: bool) -> Iterator[None]:
+    """An endless request that is under way: streamed in the block, or given up before it."""
     body = {"model": model, "prompt": PROMPT, "stream": stream, **ENDLESS}
     with httpx.Client(base_url=stack.url, timeout=30, trust_env=False) as client:
         if stream:
             with client.stream("POST", "/v1/completions", json=body) as reply:
-                yield reply
+                # Kept, since httpx closes the connection with the last reference to it.
+                parts = reply.iter_bytes()
+                assert next(parts)
+                yield
             return
-        with contextlib.suppress(httpx.ReadTimeout):
-            client.post("/v1/completions", json=body, timeout=httpx.Timeout(30, read=1.5))
-        yield None
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=body, timeout=httpx.Timeout(30, read=1))
+    yield
 
 
 @pytest.mark.parametrize("model", VARIANTS)
 def test_the_engine_drops_a_stream_whose_client_is_gone(stack: RunningStack, model: str) -> None:
     engine = stack.engine(model)
-    with sent(stack, model, stream=True) as reply:
-        assert reply is not None
-        assert next(reply.iter_bytes())
+    with sent(stack, model, stream=True):
         assert stack.leases() == 1
         assert not idle(engine)
 
@@ -67,14 +65,14 @@ def test_the_engine_drops_a_request_that_was_not_answered_yet(
     stack: RunningStack, model: str
 ) -> None:
     engine = stack.engine(model)
-    aborted = {"finished_reason": "abort"}
-    before = engine.metric("vllm:request_success_total", **aborted)
+    before = engine.metric("vllm:generation_tokens_total")
     with sent(stack, model, stream=False):
         pass
 
     wait_until(lambda: stack.leases() == 0, 5, "the lease is released")
     wait_until(lambda: idle(engine), 5, "the engine drops the request")
-    assert engine.metric("vllm:request_success_total", **aborted) == before + 1
+    made = engine.metric("vllm:generation_tokens_total") - before
+    assert 0 < made < ENDLESS["max_tokens"]
 
 
 def test_a_client_that_leaves_the_queue_takes_no_slot(stack: RunningStack) -> None:
@@ -82,19 +80,12 @@ def test_a_client_that_leaves_the_queue_takes_no_slot(stack: RunningStack) -> No
     before = engine.metric("vllm:prompt_tokens_total")
     counted = {"model": "tiny-dense", "outcome": "disconnect"}
     left = stack.metric("moe_serving_requests_total", **counted)
-    with (
-        sent(stack, "tiny-dense", stream=True) as first,
-        sent(stack, "tiny-dense", stream=True) as second,
-    ):
-        assert first is not None
-        assert second is not None
-        assert next(first.iter_bytes())
-        assert next(second.iter_bytes())
+    with sent(stack, "tiny-dense", stream=True), sent(stack, "tiny-dense", stream=True):
         with sent(stack, "tiny-dense", stream=False):
             assert stack.leases() == 2
         wait_until(
             lambda: stack.metric("moe_serving_requests_total", **counted) == left + 1,
-            2,
+            1,
             "the gateway notices who left the queue",
         )
     wait_until(lambda: stack.leases() == 0, 5, "the leases are released")

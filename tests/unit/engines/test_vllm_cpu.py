@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from serving.engines.vllm_cpu import expand_batch_to_tokens  # noqa: E402
+from serving.engines.vllm_cpu import expand_batch_to_tokens, with_token_stride  # noqa: E402
 
 
 def test_each_value_is_repeated_once_per_draft_token() -> None:
@@ -27,3 +27,16 @@ def test_integers_stay_integers() -> None:
     expanded = expand_batch_to_tokens(top_k, torch.tensor([1, 2], dtype=torch.int32), 2)
     assert expanded.dtype == torch.int32
     assert expanded.tolist() == [20, 50]
+
+
+def test_a_lone_token_gets_the_stride_the_kernel_wants() -> None:
+    cut = torch.arange(6.0).reshape(1, 6)[:, :4].contiguous().transpose(0, 1)
+    assert cut.stride() == (1, 6)
+    mended = with_token_stride(cut)
+    assert mended.stride() == (1, 4)
+    assert mended.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_several_tokens_are_left_as_they_are() -> None:
+    tokens = torch.arange(8.0).reshape(2, 4).transpose(0, 1)
+    assert with_token_stride(tokens) is tokens

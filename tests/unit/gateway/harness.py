@@ -152,6 +152,9 @@ class FakePool:
     def state(self, app_name: str) -> EngineState:
         return self.states.get(app_name, EngineState(0, "NOT_STARTED"))
 
+    async def look(self) -> None:
+        """The states are always fresh."""
+
     @asynccontextmanager
     async def lease(
         self, app_name: str, model: str, queue_timeout_s: float

@@ -47,11 +47,18 @@ class FakeHandle:
         return self.stream
 
 
+class BlindPool(EnginePool):
+    """Keeps the states it was given: there is no Serve to look at."""
+
+    async def look(self) -> None:
+        pass
+
+
 def pool_of(
     answer: Endpoint | Exception | None, state: EngineState = RUNNING
 ) -> tuple[EnginePool, FakeStream]:
     """A pool with one application, `engine`, that answers so."""
-    pool, stream = EnginePool(), FakeStream(answer)
+    pool, stream = BlindPool(), FakeStream(answer)
     pool._handles = {"engine": cast(DeploymentHandle, FakeHandle(stream))}
     pool._states = {"engine": state}
     return pool, stream

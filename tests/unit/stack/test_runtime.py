@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
@@ -91,6 +92,29 @@ def test_a_process_that_ignores_sigterm_is_killed(
     stubborn = start(home, STUBBORN)
     assert runtime.end_processes() == 1
     assert not psutil.pid_exists(stubborn.pid)
+
+
+def test_shared_memory_is_freed_once_no_own_process_maps_it(home: Path, start) -> None:  # type: ignore[no-untyped-def]
+    block = shared_memory.SharedMemory(create=True, size=4096)
+    path = Path("/dev/shm") / block.name
+    maps = (
+        "from multiprocessing import shared_memory, resource_tracker as r; "
+        f"m = shared_memory.SharedMemory({block.name!r}); r.unregister(m._name, 'shared_memory'); "
+    )
+    try:
+        mine = start(home, maps + SLEEPER)
+        before = runtime.shared_memory()
+        assert before == {path}
+        runtime.drop_shared_memory(before)
+        assert path.exists()
+        mine.kill()
+        mine.wait()
+        runtime.drop_shared_memory(before)
+        assert not path.exists()
+    finally:
+        block.close()
+        path.touch()
+        block.unlink()
 
 
 def test_ending_with_nothing_there_is_no_error() -> None:
