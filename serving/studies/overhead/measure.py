@@ -25,10 +25,10 @@ from serving.studies.overhead.servers import Server
 
 T = TypeVar("T")
 
-MAX_TOKENS = 64
-REQUESTS_PER_STREAM = 4
+MAX_TOKENS = 256
+REQUESTS_PER_STREAM = 2
 # A single stream would else be over before CPU time, counted in 10 ms, says anything.
-MIN_REQUESTS = 10
+MIN_REQUESTS = 4
 WARM_UP_REQUESTS = 3
 ONE_TOKEN_REQUESTS = 40
 
