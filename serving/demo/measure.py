@@ -28,7 +28,7 @@ from serving.demo import MODELS_DIR, NAMES, checkpoint_path
 from serving.demo.corpus import HELD_OUT, library_root, read_source
 
 DRAFTS = (0, 1, 2, 3)
-TOKENS = 128
+TOKENS = 96
 SAMPLED = 0.7
 # Written for this file, in the manner of code that is not in Python's library.
 OWN_PROMPTS = (

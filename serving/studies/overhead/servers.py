@@ -37,12 +37,13 @@ LABELS = {
     RAY_DIRECT: "ray.serve.llm, direct streaming",
 }
 START_WITHIN_S = 420.0
-# Several tokens: a prompt of one token ends vLLM 0.32's engine on a CPU.
 READY_PROMPT = "def add(a, b):"
 # On a CPU, `ray.serve.llm` starts vLLM with this executor; the bare server gets the same.
 EXECUTOR = "mp"
 # Ray gives its workers one OpenMP thread; a bare server would take every core.
 ENGINE_ENV = {"OMP_NUM_THREADS": "1"}
+# Ray runs its workers at nice 15: they would lose to the client, and the bare server would not.
+RAY_ENV = {"RAY_worker_niceness": "0"}
 # Both HAProxy servers would otherwise give their replicas ports from the same range.
 DIRECT_HTTP_PORTS, DIRECT_GRPC_PORTS, PORTS = 32000, 42000, 1000
 
@@ -225,7 +226,7 @@ def _ray_llm(name: str, plan: EnginePlan, folder: Path, env: Mapping[str, str]) 
     file = folder / "settings.json"
     file.write_text(settings.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "serving.studies.overhead.ray_llm", str(file)]
-    return Server(name, port, command, {**env, **_token(folder)}, folder)
+    return Server(name, port, command, {**env, **RAY_ENV, **_token(folder)}, folder)
 
 
 def _token(folder: Path) -> dict[str, str]:

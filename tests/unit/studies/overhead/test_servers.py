@@ -56,7 +56,7 @@ def test_all_servers_get_the_same_engine_arguments(tmp_path: Path) -> None:
 def test_only_direct_streaming_changes_rays_settings(tmp_path: Path) -> None:
     file, plan = servers.plain_stack("demo", tmp_path)
     _, _, default, direct = servers.four_servers(file, plan, tmp_path)
-    assert default.env.keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"}
+    assert default.env.keys() == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", *servers.RAY_ENV}
     assert direct.env["RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING"] == "1"
 
 
