@@ -22,6 +22,8 @@ EVENT_STREAM = "text/event-stream"
 KEEP_ALIVE = b": keep-alive\n\n"
 # An error body is read whole; a longer one is no error body.
 MAX_ERROR_BYTES = 64 * 1024
+# A model's own text cannot look so: there, quotation marks are escaped.
+_ERROR_EVENT = re.compile(rb'(?:^|(?<=\n\n))(?:data: {"error"|event: error)')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d+)')
 
 
@@ -104,19 +106,33 @@ async def relay(
     keep_alive = None
     if reply.streaming and keep_alive_s > 0:
         keep_alive = asyncio.create_task(reply.keep_alive(keep_alive_s))
+    cut = False
     try:
         async for chunk in response.content.iter_any():
+            # vLLM ends such a stream as if it were whole, with its own end mark.
+            death = _ERROR_EVENT.search(chunk) if _died(chunk) else None
+            if death:
+                await reply.write(chunk[: death.start()])
+                cut = True
+                break
             await reply.write(chunk)
     except aiohttp.ClientError:
-        await reply.fail(errors.engine_died(model), path)
-        return "cut"
+        cut = True
     finally:
         if keep_alive is not None:
             keep_alive.cancel()
             with suppress(asyncio.CancelledError):
                 await keep_alive
+    if cut:
+        await reply.fail(errors.engine_died(model), path)
+        return "cut"
     await reply.write(b"", more=False)
     return str(response.status)
+
+
+def _died(error: bytes) -> bool:
+    """Whether an error of vLLM's says that its engine core is gone."""
+    return b"EngineDead" in error or b"EngineCore encountered an issue" in error
 
 
 async def _translated(
@@ -128,7 +144,7 @@ async def _translated(
         body += chunk
         if len(body) > MAX_ERROR_BYTES:
             raise errors.engine_died(model)
-    if b"EngineDead" in body or response.status in (502, 503):
+    if _died(body) or response.status in (502, 503):
         raise errors.engine_died(model)
     if b'"error"' not in body:
         raise (

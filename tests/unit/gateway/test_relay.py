@@ -118,6 +118,21 @@ async def test_no_comment_is_sent_where_the_setting_turns_it_off(stack: Stack) -
         assert b"".join([part async for part in received]) == DONE
 
 
+async def test_vllms_own_word_of_a_dead_engine_core_is_the_streams_end(stack: Stack) -> None:
+    dead = b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n'
+    stack.engine.behave = events(FIRST, dead, DONE)
+    response = await stack.ask(stream=True)
+    last = response.content.removeprefix(FIRST)
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_died"
+    assert 'outcome="cut"' in await stack.metrics()
+
+
+async def test_text_about_a_dead_engine_core_is_text(stack: Stack) -> None:
+    text = b'data: {"choices": [{"text": "{\\"error\\": EngineCore encountered an issue"}]}\n\n'
+    stack.engine.behave = events(text, DONE)
+    assert (await stack.ask(stream=True)).content == text + DONE
+
+
 async def test_a_stream_cut_by_the_engine_ends_with_an_error_event(stack: Stack) -> None:
     stack.engine.behave = events(FIRST, then=Cut())
     response = await stack.ask(stream=True)
