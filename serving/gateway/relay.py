@@ -112,7 +112,8 @@ async def relay(
             # vLLM ends such a stream as if it were whole, with its own end mark.
             death = _ERROR_EVENT.search(chunk) if _died(chunk) else None
             if death:
-                await reply.write(chunk[: death.start()])
+                if before := chunk[: death.start()]:
+                    await reply.write(before)
                 cut = True
                 break
             await reply.write(chunk)

@@ -52,6 +52,15 @@ def _content(choice: dict[str, Any]) -> str:
     return (choice.get("message") or choice["delta"]).get("content") or ""
 
 
+@pytest.mark.parametrize("model", VARIANTS)
+def test_a_prompt_of_one_token_is_answered(stack: RunningStack, model: str) -> None:
+    body = {"model": model, "prompt": "def", "max_tokens": 4, "ignore_eos": True}
+    reply = stack.post("/v1/completions", body)
+    assert reply.status_code == 200, reply.text
+    usage = reply.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (1, 4)
+
+
 @pytest.mark.parametrize("model", ["tiny-moe@mtp", "tiny-moe@plain"])
 async def test_32_streams_at_once_complete_each_with_its_own_tokens(
     stack: RunningStack, model: str
