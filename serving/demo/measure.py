@@ -113,7 +113,8 @@ class Engine:
         return self._process.submit(_generate, prompts, temperature, seed).result()
 
     def close(self) -> None:
-        """End the process and its engine."""
+        """End the engine and its process, which would otherwise wait for the engine."""
+        self._process.submit(_unload).result()
         self._process.shutdown()
 
 
@@ -133,6 +134,10 @@ def _load(name: str, draft_tokens: int) -> None:
         disable_log_stats=False,
         speculative_config=speculative if draft_tokens else None,
     )
+
+
+def _unload() -> None:
+    _llm.llm_engine.engine_core.shutdown()
 
 
 def _generate(prompts: Sequence[str], temperature: float, seed: int) -> Decoded:
@@ -204,7 +209,8 @@ def card(name: str, rows: Sequence[Row], training: dict[str, Any], rounds: int) 
     best = max((row for row in greedy if row.draft_tokens), key=lambda row: row.speed_up)
     prompts = len(held_out_prompts()) + len(OWN_PROMPTS)
     table = "\n".join(_line(row) for row in rows)
-    kind = "mixture of experts (8 routed, 2 active, 1 shared)" if "moe" in name else "dense"
+    threads = os.environ.get("OMP_NUM_THREADS") or os.cpu_count()
+    kind = "A mixture of experts (8, 2 active, 1 shared)" if "moe" in name else "A dense model"
     return f"""---
 license: apache-2.0
 library_name: vllm
@@ -212,24 +218,25 @@ library_name: vllm
 
 # {name}
 
-A {kind} model of the Qwen3.5 architecture with {training["parameters"] / 1e6:.2f} M parameters and
-one layer for multi-token prediction (MTP), made to show speculative decoding on a CPU. It writes
-text that looks like Python and knows nothing.
+{kind} of the Qwen3.5 architecture with {training["parameters"] / 1e6:.2f} M parameters and one
+layer for multi-token prediction (MTP), made to show speculative decoding on a CPU. It writes text
+that looks like Python and knows nothing.
 
 ## Training
 
 `python -m serving.demo.train {name}`: {training["tokens"] / 1e6:.0f} M tokens of Python
 {training["python"]}'s standard library (PSF licence; {training["corpus_tokens"] / 1e6:.1f} M
-different tokens, some modules held out), seed {training["seed"]}, {training["minutes"]:.0f} minutes
+different ones, some modules held out), seed {training["seed"]}, {training["minutes"]:.0f} minutes
 on {training["threads"]} CPU threads. The MTP layer was trained over three recursive steps.
 
 ## Measured
 
 `python -m serving.demo.measure {name}` wrote this section: vLLM {_vllm_version()} on
-{os.cpu_count()} CPU cores ({platform.machine()}), one stream, {prompts} code prompts that are not
-in the training text, {TOKENS} tokens each. Acceptance is accepted / drafted tokens. The 4-grams
-tell how much the text repeats itself: loops flatter acceptance. The speed-up is decode speed over
-that of n = 0, the median of {rounds} interleaved pairs (lowest to highest).
+{os.cpu_count()} CPU cores ({platform.machine()}) with {threads} OpenMP threads, one stream,
+{prompts} code prompts that are not in the training text, {TOKENS} tokens each. Acceptance is
+accepted / drafted tokens. The 4-grams tell how much the text repeats itself: loops flatter
+acceptance. The speed-up is decode speed over that of n = 0, the median of {rounds} interleaved
+pairs (lowest to highest).
 
 | n | temperature | acceptance | by position | distinct 4-grams | speed-up |
 |---|---|---|---|---|---|
@@ -265,9 +272,6 @@ def main() -> None:
     name = arguments.model
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # As Ray sets it for an engine with less than two cores: a model this small gains
-    # nothing from a second thread and loses much when the cores are busy.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     engines = [Engine(name, n) for n in DRAFTS]
     try:
         rows = [

@@ -13,11 +13,11 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 
-import ray
 import uvicorn
 from prometheus_client import REGISTRY
 from ray import serve
 from ray.serve.llm import LLMServer
+from ray.util import get_node_ip_address
 
 from serving.engines.keys import AsgiApp, EngineKeyMiddleware, EngineKeys, Receive, Scope, Send
 from serving.engines.lease import LEASE_HEADER, Endpoint, LeaseBook
@@ -51,7 +51,7 @@ class VllmEngine(LLMServer):
         app = await self.__serve_build_asgi_app__()
         self._server = _EmbeddedServer(
             EngineKeyMiddleware(_LeaseTracker(app, self._leases), EngineKeys.from_environment()),
-            host=_node_address(),
+            host=get_node_ip_address(),
         )
         self._url = await self._server.start()
 
@@ -80,12 +80,6 @@ class VllmEngine(LLMServer):
                 f"the engine core has not answered within {ENGINE_REPLY_WITHIN_S:.0f} s"
             ) from None
         self._watch.check(has_work=self._leases.open_count > 0)
-
-
-def _node_address() -> str:
-    """This node's address as Ray's cluster knows it: loopback where the cluster is."""
-    own = ray.get_runtime_context().get_node_id()
-    return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == own)
 
 
 class _ProgressWatch:
