@@ -31,7 +31,7 @@ class VariantRoute(_Value):
 
 
 class ModelRoute(_Value):
-    """One served model with its variants; the first match of `default_variant` answers."""
+    """One served model with its variants; `default_variant` answers where a request names none."""
 
     id: str
     aliases: tuple[str, ...] = ()
