@@ -67,6 +67,8 @@ def edit(config: str, folder: Path, certificate: Path | None = None) -> str:
     config = re.sub(r"(frontend prometheus\s+bind )\S*:", r"\g<1>127.0.0.1:", config)
     config = re.sub(r"(listen stats\s+bind )\S*:", r"\g<1>127.0.0.1:", config)
     config = config.replace("mode 666 level admin", "mode 600 level admin")
+    # On a connection that others used before, a gateway that dies would be answered by silence.
+    config = config.replace("http-reuse always", "http-reuse safe")
     # With it, HAProxy overlooks a client that leaves before its reply begins.
     config = re.sub(r"^ *option splice-request\n", "", config, flags=re.M)
     config = re.sub(

@@ -27,19 +27,17 @@ def test_a_silent_stream_carries_comments_and_goes_on(
     core = stack.engine("tiny-moe@mtp").core
     body = {"model": "tiny-moe", "max_tokens": 512, "ignore_eos": True, "stream": True}
     read: list[str] = []
-    with stack.http.stream("POST", path, json={**body, **question}) as reply:
+    with halted(core), stack.http.stream("POST", path, json={**body, **question}) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
         lines = reply.iter_lines()
-        while not any(line.startswith("data:") for line in read):
+        while sum(line == ": keep-alive" for line in read) < 2:
             read.append(next(lines))
-        with halted(core):
-            while sum(line == ": keep-alive" for line in read) < 2:
-                read.append(next(lines))
+        core.resume()
         read += lines
 
     data = [line[5:].strip() for line in read if line.startswith("data:")]
     events = [json.loads(text) for text in data if text != "[DONE]"]
-    assert len(events) > 10
+    assert events
     assert not any("error" in event for event in events)
     assert last in "\n".join(line for line in read if line)[-400:]
     # Nothing but whole events, comments and the empty lines between them.

@@ -164,9 +164,14 @@ def test_an_interrupted_start_ends_the_driver_and_forgets_the_run(play: Play) ->
     def interrupt(_: object) -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-        patch.setattr(runtime, "start_ray", interrupt)
-        up(with_free_port(ONE))
+    # A shell that runs the tests in the background has SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(runtime, "start_ray", interrupt)
+            up(with_free_port(ONE))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert runtime.running() is None
     assert runtime.own_processes() == []
 
