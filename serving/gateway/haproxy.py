@@ -69,8 +69,8 @@ def edit(config: str, folder: Path, certificate: Path | None = None) -> str:
     config = config.replace("mode 666 level admin", "mode 600 level admin")
     # On a connection that others used before, a gateway that dies would be answered by silence.
     config = config.replace("http-reuse always", "http-reuse safe")
-    # With it, HAProxy overlooks a client that leaves before its reply begins.
-    config = re.sub(r"^ *option splice-request\n", "", config, flags=re.M)
+    # With it, HAProxy overlooks a client that leaves before its reply begins, and streams stall.
+    config = re.sub(r"^ *option splice-(request|response)\n", "", config, flags=re.M)
     config = re.sub(
         r"^(backend default_backend\n).*",
         r"\1    http-request deny deny_status 503",

@@ -48,8 +48,6 @@ def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dic
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        # One thread relays some 50,000 chunks a second; more of them only pass work around.
-        "RAY_SERVE_HAPROXY_NBTHREAD": "1",
         # A hung engine's requests end with it; Serve would give them the whole drain time.
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # Ray would run replicas below everything else on the machine.
