@@ -14,6 +14,8 @@ from serving.demo import checkpoint_path
 from serving.demo.train import Run, export_checkpoint, learning_rate, per_expert
 
 TOTAL = 4
+# Two trainings beside whatever else the machine does.
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
