@@ -39,25 +39,32 @@ def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dic
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         haproxy.BINARY_VARIABLE: str(Path(sysconfig.get_path("scripts")) / "moe-serving-haproxy"),
         **certificate,
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(proxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(proxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(proxy / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(proxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(proxy / "server-state"),
+        **haproxy_places(proxy),
         # HAProxy falls back to this proxy; at 8500 a second stack would find the port taken.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         # A hung engine's requests end with it; Serve would give them the whole drain time.
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # Ray would run replicas below everything else on the machine.
         "RAY_worker_niceness": "0",
         # A replica's title may not overwrite its environment: the mark is looked for there.
         "SPT_NOENV": "1",
-        # HAProxy is asked for its pid until it answers; Serve's 5 s are short on a busy machine.
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
+    }
+
+
+def haproxy_places(folder: Path) -> dict[str, str]:
+    """Variables that give one HAProxy files in `folder` and ports that no other has."""
+    return {
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        # HAProxy is asked for its pid until it answers; Serve's 5 s are short on a busy machine.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
     }
 
 

@@ -15,8 +15,7 @@ from serving.stack.engine_plan import EnginePlan
 from serving.stack.spec import StackSpec
 
 GATEWAY_APP = "gateway"
-# HAProxy's listener and Ray's reservation: all are
-# taken once, when the gateway's processes start.
+# HAProxy's listener and Ray's reservation are taken once, when the gateway's processes start.
 FIXED_FIELDS = ("host", "port", "tls", "num_cpus")
 
 

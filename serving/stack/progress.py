@@ -22,7 +22,6 @@ from serving.stack.events import DRAINING, ENDED, FAILED, READY, WAITING, Step
 
 STYLES = {READY: "green", FAILED: "red", WAITING: "yellow", ENDED: "dim", DRAINING: "cyan"}
 _STILL = (READY, FAILED, ENDED)
-# A log line for each change; the same step with another detail is no change.
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ import psutil
 import yaml
 
 from serving.stack.engine_plan import EnginePlan, plan_engines
-from serving.stack.environment import free_port
+from serving.stack.environment import free_port, haproxy_places
 from serving.stack.load import load_stack, stack_path
 from serving.studies.overhead import processes
 from serving.studies.overhead.settings import RayLlmSettings
@@ -246,14 +246,7 @@ def _direct_streaming(folder: Path) -> dict[str, str]:
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
+        **haproxy_places(haproxy),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(DIRECT_HTTP_PORTS),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(DIRECT_HTTP_PORTS + PORTS),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(DIRECT_GRPC_PORTS),
