@@ -10,7 +10,7 @@ import socket
 import sysconfig
 from pathlib import Path
 
-from serving.engines.keys import KEY_FILE_VARIABLE
+from serving.engines.keys import KEY_FILE_VARIABLE, make_key_file
 from serving.gateway import haproxy
 from serving.stack.spec import TlsSpec
 
@@ -51,6 +51,16 @@ def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dic
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "5",
     }
+
+
+def ray_token(file: Path) -> dict[str, str]:
+    """Variables that give one Ray cluster a token of its own, made in `file` where none is.
+
+    Whoever reaches Ray's ports could run anything as this user. Given in either
+    case, since Ray otherwise decides by whether ~/.ray holds a token.
+    """
+    make_key_file(file)
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
 def haproxy_places(folder: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ from typing import Any, TypedDict
 import psutil
 
 from serving.engines.keys import make_key_file
-from serving.stack.environment import MARK, free_port, ray_environment
+from serving.stack.environment import MARK, free_port, ray_environment, ray_token
 from serving.stack.spec import StackSpec
 
 HOME_VARIABLE = "MOE_SERVING_HOME"
@@ -201,7 +201,6 @@ def prepare(stack: StackSpec, port_option: int | None) -> Run:
     folder = home()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     make_key_file(folder / "engine.key")
-    make_key_file(folder / "ray.token")
     log_file().write_text("")
     # Ray's sockets live below this folder, and a socket's path has at most 107 bytes.
     temp = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))
@@ -215,18 +214,11 @@ def prepare(stack: StackSpec, port_option: int | None) -> Run:
         ray_up=False,
         ready=False,
         stopping=False,
-        environment=ray_environment(folder, temp, stack.gateway.tls) | _only_for_us(folder),
+        environment=ray_environment(folder, temp, stack.gateway.tls)
+        | ray_token(folder / "ray.token"),
     )
     note(run)
     return run
-
-
-def _only_for_us(folder: Path) -> dict[str, str]:
-    """A token of the stack's own: whoever reaches Ray's ports could run anything as this user.
-
-    Given in either case, since Ray otherwise decides by whether ~/.ray holds a token.
-    """
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "ray.token")}
 
 
 def start_ray(run: Run) -> None:

@@ -24,7 +24,7 @@ import psutil
 import yaml
 
 from serving.stack.engine_plan import EnginePlan, plan_engines
-from serving.stack.environment import free_port, haproxy_places
+from serving.stack.environment import free_port, haproxy_places, ray_token
 from serving.stack.load import load_stack, stack_path
 from serving.studies.overhead import processes
 from serving.studies.overhead.settings import RayLlmSettings
@@ -204,7 +204,7 @@ def _bare(plan: EnginePlan, folder: Path) -> Server:
 def _stack(file: Path, folder: Path) -> Server:
     port = free_port()
     program = str(Path(sys.executable).parent / "moe-serving")
-    env = {"MOE_SERVING_HOME": str(folder / "home"), **_token(folder)}
+    env = {"MOE_SERVING_HOME": str(folder / "home"), **ray_token(folder / "ray-token")}
     up = [program, "up", str(file), "--port", str(port), "--detach"]
     return Server(STACK, port, up, env, folder, stop_command=[program, "down"])
 
@@ -226,16 +226,9 @@ def _ray_llm(name: str, plan: EnginePlan, folder: Path, env: Mapping[str, str]) 
     file = folder / "settings.json"
     file.write_text(settings.model_dump_json(), encoding="utf-8")
     command = [sys.executable, "-m", "serving.studies.overhead.ray_llm", str(file)]
-    return Server(name, port, command, {**env, **RAY_ENV, **_token(folder)}, folder)
-
-
-def _token(folder: Path) -> dict[str, str]:
-    """A token of its own for one Ray cluster; Ray would leave one in the home folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "ray-token"
-    file.touch(mode=0o600)
-    file.write_text(secrets.token_hex(32), encoding="ascii")
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+    return Server(
+        name, port, command, {**env, **RAY_ENV, **ray_token(folder / "ray-token")}, folder
+    )
 
 
 def _direct_streaming(folder: Path) -> dict[str, str]:

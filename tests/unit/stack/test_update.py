@@ -104,7 +104,9 @@ def test_tls_cannot_come_to_a_running_stack() -> None:
 
 @pytest.mark.parametrize("gateway", ["max_body_mib: 1", "cors_origins: [https://a.example]"])
 def test_other_fields_of_the_gateway_may_change(gateway: str) -> None:
-    refuse_fixed_fields(stack(), stack(gateway=gateway))
+    old, new = stack(), stack(gateway=gateway)
+    refuse_fixed_fields(old, new)
+    assert gateway_changes(old, plan_engines(old), new, plan_engines(new))
 
 
 def test_resources_count_every_replica_at_its_fewest() -> None:
