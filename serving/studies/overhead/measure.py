@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from serving.studies.client import Client, Result
+from serving.studies.client import ApiFailureError, Client, Result
 from serving.studies.overhead import processes
 from serving.studies.overhead.processes import Kind
-from serving.studies.overhead.servers import Server
+from serving.studies.overhead.servers import Server, ServerError
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Measured:
     one_token: tuple[OneToken, ...]
 
 
-def run_rounds(
+async def run_rounds(
     servers: Sequence[Server],
     model: str,
     streams: Sequence[int],
@@ -99,19 +99,9 @@ def run_rounds(
 ) -> Measured:
     """Warm every server up, then measure all of them in each round.
 
-    Needs every server ready. `report` gets a line per step. Raises ApiFailureError
-    for the first request that fails: a comparison with failures is none.
+    Needs every server ready. `report` gets a line per step. Raises ServerError for the
+    first request that fails, with the server's last lines: a comparison with failures is none.
     """
-    return asyncio.run(_run_rounds(servers, model, streams, rounds, report))
-
-
-async def _run_rounds(
-    servers: Sequence[Server],
-    model: str,
-    streams: Sequence[int],
-    rounds: int,
-    report: Callable[[str], None],
-) -> Measured:
     for server in servers:
         for count in sorted({1, *streams}):
             await _load(server, model, count, WARM_UP_REQUESTS * count)
@@ -164,7 +154,10 @@ async def _load(server: Server, model: str, streams: int, requests: int) -> list
             for _ in range(streams):
                 group.create_task(_one_stream(client, model, prompts, results))
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+        first = failures.exceptions[0]
+        if isinstance(first, ApiFailureError):
+            raise ServerError(server.failure(f"failed a request ({first})")) from None
+        raise first from None
     return results
 
 

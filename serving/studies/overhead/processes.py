@@ -14,6 +14,8 @@ from enum import StrEnum
 
 import psutil
 
+from serving.processes import marked
+
 MARK = "MOE_SERVING_STUDY"
 TERMINATE_WITHIN_S = 20.0
 KILL_WITHIN_S = 5.0
@@ -79,12 +81,10 @@ def classify(command: Sequence[str]) -> Kind:
 
 def find(mark: str) -> list[psutil.Process]:
     """Every living process whose environment carries `mark`, and all their descendants."""
-    found: set[psutil.Process] = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.add(process)
-                found.update(process.children(recursive=True))
+    found = set(marked(MARK, mark))
+    for process in tuple(found):
+        with contextlib.suppress(psutil.Error):
+            found.update(process.children(recursive=True))
     return sorted(found, key=lambda process: process.pid)
 
 

@@ -96,9 +96,9 @@ class Server:
         while not self._answers(model):
             code = self.leader.poll() if self.leader else None
             if code is not None and not (code == 0 and self.stop_command):
-                raise ServerError(self._failure(f"ended with status {code}"))
+                raise ServerError(self.failure(f"ended with status {code}"))
             if time.monotonic() > deadline:
-                raise ServerError(self._failure(f"was not ready within {within_s:.0f} s"))
+                raise ServerError(self.failure(f"was not ready within {within_s:.0f} s"))
             time.sleep(1)
 
     def processes(self) -> list[psutil.Process]:
@@ -144,7 +144,8 @@ class Server:
         except (OSError, http.client.HTTPException):
             return False
 
-    def _failure(self, what: str) -> str:
+    def failure(self, what: str) -> str:
+        """What happened to this server, in a sentence, and the last lines of its log."""
         tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
         return "\n".join([f"{LABELS[self.name]} {what}; its last lines:", *tail])
 

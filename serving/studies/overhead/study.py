@@ -5,6 +5,7 @@ Owns the order and the end of every process. Leaves each step to its own module.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import signal
@@ -12,8 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from serving.signals import handled
 from serving.studies.overhead.measure import Measured, run_rounds
 from serving.studies.overhead.servers import LABELS, Server, four_servers, plain_stack
 
@@ -27,17 +30,18 @@ def run_study(
     """Compare the four servers on the plain variant of the first model of `stack`.
 
     Returns the model's id and all readings. `report` gets a line per step. Raises
-    ServerError, ApiFailureError or ConfigError; every process started is ended first.
+    ServerError or ConfigError; every process started is ended first.
     """
-    with _folder() as folder, _sigterm_as_exit():
-        file, plan = plain_stack(stack, folder)
-        servers = four_servers(file, plan, folder)
+    with folder() as place, sigterm_as_exit():
+        file, plan = plain_stack(stack, place)
+        servers = four_servers(file, plan, place)
         try:
             for server in servers:
                 _start(server, plan.model_id, report)
-            return plan.model_id, run_rounds(servers, plan.model_id, streams, rounds, report)
+            measured = asyncio.run(run_rounds(servers, plan.model_id, streams, rounds, report))
+            return plan.model_id, measured
         finally:
-            _stop_all(servers, report)
+            stop_all(servers, report)
 
 
 def parse_streams(text: str) -> tuple[int, ...]:
@@ -59,31 +63,26 @@ def _start(server: Server, model: str, report: Callable[[str], None]) -> None:
     report(f"{LABELS[server.name]}: ready after {time.monotonic() - began:.0f} s")
 
 
-def _stop_all(servers: Sequence[Server], report: Callable[[str], None]) -> None:
+def stop_all(servers: Sequence[Server], report: Callable[[str], None]) -> None:
+    """End every process of these servers; Ctrl-C is held off meanwhile."""
     # An impatient second Ctrl-C would leave engines behind.
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with handled((signal.SIGINT,), signal.SIG_IGN):
         report("ending the servers")
         for server in servers:
             server.stop()
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 @contextlib.contextmanager
-def _folder() -> Iterator[Path]:
+def folder() -> Iterator[Path]:
+    """A folder for the length of the block."""
     # Below /tmp: a socket's path has at most 107 bytes, and Ray's are long.
-    folder = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))
+    place = Path(tempfile.mkdtemp(prefix="ms-", dir="/tmp"))
     try:
-        yield folder
+        yield place
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+def sigterm_as_exit() -> AbstractContextManager[None]:
+    """SIGTERM ends the block as an exit does, through every `finally`."""
+    return handled((signal.SIGTERM,), lambda *_: sys.exit(143))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,20 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from serving.studies.client import ApiFailureError, Client, Piece, Result, Speculation, error_text
+from serving.studies.client import (
+    ApiFailureError,
+    Client,
+    Clock,
+    Piece,
+    Reading,
+    Result,
+    Speculation,
+    chat_request,
+    completion_request,
+    error_text,
+    prompt_request,
+)
+from serving.studies.prompts import Prompt
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -22,6 +36,9 @@ SPECULATIVE = {
     "draft_acceptance_rate": 0.75,
     "num_accepted_draft_tokens": 3,
     "num_draft_tokens": 4,
+    "acceptance_histogram": [0, 1, 1],
+    "num_spec_steps": 2,
+    "num_spec_tokens": 2,
 }
 
 
@@ -38,6 +55,7 @@ def delta_event(**delta: str) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+ENDING = event(choices=[], usage=USAGE) + DONE
 ANSWER = (
     text_event("a"),
     b": keep-alive\n\n",
@@ -73,7 +91,9 @@ def answering(status: int, body: Any) -> Handler:
 
 
 @asynccontextmanager
-async def serving(handler: Handler, api_key: str | None = None) -> AsyncIterator[Client]:
+async def serving(
+    handler: Handler, api_key: str | None = None, clock: Clock = time.perf_counter
+) -> AsyncIterator[Client]:
     """A client of a server that answers everything with `handler`."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
@@ -83,7 +103,8 @@ async def serving(handler: Handler, api_key: str | None = None) -> AsyncIterator
     await site.start()
     port = runner.addresses[0][1]
     try:
-        async with Client(f"http://127.0.0.1:{port}/v1/", api_key=api_key) as client:
+        url = f"http://127.0.0.1:{port}/v1/"
+        async with Client(url, api_key=api_key, clock=clock) as client:
             yield client
     finally:
         await runner.cleanup()
@@ -145,7 +166,101 @@ async def test_what_was_drafted_and_accepted_is_read_from_the_metrics() -> None:
     last = event(choices=[], usage=USAGE, metrics={"speculative_decoding": SPECULATIVE})
     async with serving(streaming(text_event("a"), last, DONE)) as client:
         _, result = await completed(client)
-    assert result.speculation == Speculation(3, 4, 0.75, 2.5)
+    assert result.speculation == Speculation(3, 4, 0.75, 2.5, 2, (2, 1))
+
+
+def test_acceptance_by_place_comes_from_vllms_histogram_of_steps() -> None:
+    # 4 steps with 3 drafts each: none, none, one and all three accepted.
+    told = SPECULATIVE | {"acceptance_histogram": [2, 1, 0, 1], "num_spec_steps": 4}
+    reading = Reading("url")
+    assert list(reading.feed(event(metrics={"speculative_decoding": told}) + ENDING)) == []
+    speculation = reading.result({}).speculation
+    assert speculation is not None
+    assert (speculation.drafts, speculation.accepted_per_position) == (4, (2, 1, 1))
+
+
+def test_what_llama_server_drafted_is_read_from_its_timings() -> None:
+    reading = Reading("url")
+    timings = {"predicted_n": 13, "draft_n": 16, "draft_n_accepted": 8}
+    assert list(reading.feed(event(choices=[], timings=timings) + ENDING)) == []
+    # 13 tokens: one from the prompt, 8 accepted, so 4 steps gave one each.
+    assert reading.result({}).speculation == Speculation(8, 16, 0.5, 3.0, 4, None)
+
+
+async def test_times_and_tokens_are_exact_where_chunks_hold_several_tokens() -> None:
+    """One clock for both sides, which the server moves once the client has read a chunk."""
+    now = 100.0
+    read = asyncio.Event()
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        nonlocal now
+        reply = web.StreamResponse()
+        await reply.prepare(request)
+        for text, at in (("abc", 100.5), ("d", 101.0), ("efgh", 102.0)):
+            now = at
+            read.clear()
+            await reply.write(text_event(text))
+            await read.wait()
+        now = 102.25
+        usage = {"prompt_tokens": 5, "completion_tokens": 8}
+        await reply.write(event(choices=[], usage=usage) + DONE)
+        return reply
+
+    async with serving(handle, clock=lambda: now) as client:
+        stream = client.completion("tiny", "def", max_tokens=8)
+        async for _ in stream:
+            read.set()
+    result = stream.result
+    assert (result.ttft_s, result.duration_s) == (0.5, 2.25)
+    assert result.tpot_s == 1.75 / 7
+    assert (result.chunks, result.completion_tokens, result.text) == (3, 8, "abcdefgh")
+
+
+def test_ids_and_gaps_of_a_completions_tokens_are_kept() -> None:
+    likeliest = [{"token_id:7": -0.5, "token_id:8": -2.0, "token_id:9": -3.0}, {"a": -1.0, "b": -1}]
+    choice = {"text": "ab", "token_ids": [7, 1], "logprobs": {"top_logprobs": likeliest}}
+    last = {"text": "c", "token_ids": [2], "logprobs": {"top_logprobs": [{"c": -0.25, "d": -1}]}}
+    reading = Reading("url")
+    for each in (choice, last):
+        list(reading.feed(event(choices=[each])))
+    list(reading.feed(ENDING))
+    result = reading.result({})
+    assert (result.token_ids, result.logprob_gaps) == ((7, 1, 2), (1.5, 0.0, 0.75))
+
+
+def test_ids_and_gaps_of_a_chats_tokens_are_kept_and_a_partial_list_is_dropped() -> None:
+    token = {"top_logprobs": [{"logprob": -0.5}, {"logprob": -1.5}]}
+    choice = {"delta": {"content": "x"}, "token_ids": [4], "logprobs": {"content": [token] * 3}}
+    reading = Reading("url")
+    list(reading.feed(event(choices=[choice]) + ENDING))
+    result = reading.result({})
+    # The usage counts three tokens, so one id cannot be all of them.
+    assert (result.token_ids, result.logprob_gaps) == (None, (1.0, 1.0, 1.0))
+
+
+def test_token_details_are_asked_for_as_each_api_takes_them() -> None:
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    common = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, **ids}
+    assert completion_request("tiny", "def", token_details=True, seed=1) == (
+        "/completions",
+        {**common, "prompt": "def", "logprobs": 2, "seed": 1},
+    )
+    assert chat_request("tiny", [], token_details=True) == (
+        "/chat/completions",
+        {**common, "messages": [], "logprobs": True, "top_logprobs": 2},
+    )
+
+
+def test_a_prompt_is_asked_as_what_it_is_with_its_schema() -> None:
+    text = Prompt("p", "code", (), 8, text="def")
+    assert prompt_request("tiny", text, token_details=True, seed=1) == (
+        completion_request("tiny", "def", token_details=True, seed=1)
+    )
+    schema = {"type": "json_object"}
+    chat = Prompt("p", "structured", ({"role": "user", "content": "?"},), 8, None, schema)
+    assert prompt_request("tiny", chat) == (
+        chat_request("tiny", chat.messages, response_format=schema)
+    )
 
 
 async def test_the_request_asks_for_usage_and_sends_the_key() -> None:
@@ -182,6 +297,7 @@ async def test_a_refusal_carries_the_servers_message(body: Any, message: str) ->
         with pytest.raises(ApiFailureError) as failure:
             await completed(client)
     assert (str(failure.value), failure.value.status) == (message, 404)
+    assert failure.value.outcome == "refused"
 
 
 async def test_an_error_in_the_middle_of_a_stream_is_raised_after_its_pieces() -> None:
@@ -193,6 +309,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised_after_its_pieces() -
                 pieces.append(piece)
     assert pieces == [Piece("a")]
     assert (str(failure.value), failure.value.status) == ("the engine died", None)
+    assert failure.value.outcome == "cut"
 
 
 @pytest.mark.parametrize(
@@ -209,14 +326,15 @@ async def test_an_incomplete_stream_is_a_failure(chunks: tuple[bytes, ...], mess
     async with serving(streaming(*chunks)) as client:
         with pytest.raises(ApiFailureError) as failure:
             await completed(client)
-    assert str(failure.value) == message
+    assert (str(failure.value), failure.value.outcome) == (message, "cut")
 
 
 @pytest.mark.parametrize("data", [b"data: {\n\n", b"data: 3\n\n", b"data: \xff\n\n"])
 async def test_a_stream_of_something_else_is_a_failure(data: bytes) -> None:
     async with serving(streaming(data, DONE)) as client:
-        with pytest.raises(ApiFailureError, match="sent no stream of the OpenAI API"):
+        with pytest.raises(ApiFailureError, match="sent no stream of the OpenAI API") as failure:
             await completed(client)
+    assert failure.value.outcome == "cut"
 
 
 async def test_a_connection_that_breaks_is_a_failure() -> None:
@@ -229,8 +347,9 @@ async def test_a_connection_that_breaks_is_a_failure() -> None:
         return reply
 
     async with serving(handle) as client:
-        with pytest.raises(ApiFailureError, match="broke"):
+        with pytest.raises(ApiFailureError, match="broke") as failure:
             await completed(client)
+    assert failure.value.outcome == "cut"
 
 
 async def test_nothing_listening_is_said_plainly() -> None:
@@ -240,6 +359,9 @@ async def test_nothing_listening_is_said_plainly() -> None:
         async with Client(url) as client:
             with pytest.raises(ApiFailureError, match=f"nothing answers at {url}/models: "):
                 await client.models()
+            with pytest.raises(ApiFailureError, match="nothing answers") as failure:
+                await completed(client)
+    assert failure.value.outcome == "unreachable"
 
 
 async def test_an_address_that_is_no_url_is_said_plainly() -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
-from serving.studies.client import ApiFailureError
 from serving.studies.overhead import measure, servers
 from serving.studies.overhead.measure import rotated, run_rounds
 from serving.studies.overhead.processes import Kind
-from serving.studies.overhead.servers import Server
+from serving.studies.overhead.servers import Server, ServerError
 
 Start = Callable[..., Server]
 
@@ -18,7 +18,7 @@ Start = Callable[..., Server]
 def test_each_round_measures_each_server_under_each_load(start: Start) -> None:
     pair = [start(servers.BARE), start(servers.STACK)]
     lines: list[str] = []
-    measured = run_rounds(pair, "tiny", (1, 2), 2, lines.append)
+    measured = asyncio.run(run_rounds(pair, "tiny", (1, 2), 2, lines.append))
 
     order = [(reading.round, reading.streams, reading.server) for reading in measured.readings]
     assert order == [
@@ -42,8 +42,9 @@ def test_each_round_measures_each_server_under_each_load(start: Start) -> None:
 
 def test_a_request_that_fails_ends_the_comparison(start: Start) -> None:
     server = start(servers.BARE, "5")
-    with pytest.raises(ApiFailureError, match=r"^out of order \(HTTP 500\)$"):
-        run_rounds([server], "tiny", (2,), 1, lambda _: None)
+    with pytest.raises(ServerError, match=r"\(out of order \(HTTP 500\)\)") as told:
+        asyncio.run(run_rounds([server], "tiny", (2,), 1, lambda _: None))
+    assert str(told.value).startswith(f"{servers.LABELS[servers.BARE]} failed a request")
 
 
 def test_every_server_is_first_equally_often() -> None:

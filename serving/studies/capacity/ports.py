@@ -1,0 +1,42 @@
+"""What is handed to the program of the deployed gateway, and what it tells.
+
+Owns the values that cross between the processes; leaves their meaning to `deployed`.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DeployedSettings(_Value):
+    """Where to listen, the mock engine, and places."""
+
+    port: int
+    """HAProxy's."""
+    engine_url: str
+    engine_socket: str
+    temp: str
+    """Folder of Ray's sockets and logs."""
+    haproxy_folder: str
+    """Where Serve writes HAProxy's configuration, in a folder that it names by the Ray node."""
+    ports_file: str
+
+
+class OwnPort(_Value):
+    """Where the gateway listens by itself."""
+
+    port: int
+    socket: str
+
+
+class Ports(_Value):
+    """The loopback port of each layer."""
+
+    deployed: int
+    ingress: int
+    own_port: int
+    own_port_haproxy: int
