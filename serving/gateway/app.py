@@ -1,8 +1,8 @@
 """The gateway's ASGI app: reads what routing needs, leases an engine, relays bytes.
 
-Owns the routes, CORS and the reply's headers, but for x-request-id, which Serve
-adds to every reply. Leaves bodies to `request`, names to `router.table`, slots to
-`leases` and the copying to `relay`.
+Owns the routes, CORS, and counting what became of each request; x-request-id is Serve's, which
+adds it to every reply. Leaves bodies to `request`, the choice of a variant to `router`, sending
+to `dispatch`, repeats to `shadow` and the records of a study to `splits`.
 """
 
 from __future__ import annotations
@@ -10,38 +10,67 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import time
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import aiohttp
 from starlette.middleware.cors import CORSMiddleware
 
-from serving.engines.keys import ENGINE_KEY_HEADER, AsgiApp, EngineKeys, Receive, Scope, Send
-from serving.engines.lease import LEASE_HEADER, Endpoint
+from serving.engines.keys import AsgiApp, EngineKeys, Receive, Scope, Send
 from serving.gateway import errors
+from serving.gateway.admission import Admission, AdmissionMetrics, limits_of
+from serving.gateway.breakers import Breakers
+from serving.gateway.call import (
+    FALLBACK_HEADER,
+    OVERHEAD_HEADER,
+    REPLICA_HEADER,
+    RETRIES_HEADER,
+    ROUTE_HEADER,
+    Call,
+)
+from serving.gateway.dispatch import Dispatch
+from serving.gateway.engine_http import EngineClient
+from serving.gateway.fair_queue import Limits
+from serving.gateway.kept import Kept, KeptResponses
 from serving.gateway.leases import EnginePool
-from serving.gateway.relay import Reply, relay
+from serving.gateway.relay import Reply
 from serving.gateway.request import (
     Disconnected,
     Headers,
+    check_headers,
     disconnect,
-    forwarded,
     parse,
     read_body,
     request_id,
 )
 from serving.gateway.settings import GatewaySettings
+from serving.gateway.shadow import Shadows
+from serving.gateway.splits import SplitRecords
+from serving.gateway.timed import TimedReply
+from serving.router.balancing import hint_of
+from serving.router.choose import Decision, Router
+from serving.router.request import VARIANT_HEADER, RouteRequest, read_request
+from serving.router.rules import Load
 from serving.router.table import ModelRoute, UnknownModelError, VariantRoute
 from serving.telemetry.metrics import GatewayMetrics
 
 logger = logging.getLogger("ray.serve")
 
-VARIANT_HEADER = "x-moe-serving-variant"
-REPLICA_HEADER = "x-moe-serving-replica"
-OVERHEAD_HEADER = "x-moe-serving-overhead-ms"
 # What a script in a browser may read of a reply.
-EXPOSED_HEADERS = (VARIANT_HEADER, REPLICA_HEADER, OVERHEAD_HEADER, "x-request-id", "retry-after")
+EXPOSED_HEADERS = (
+    VARIANT_HEADER,
+    ROUTE_HEADER,
+    REPLICA_HEADER,
+    FALLBACK_HEADER,
+    RETRIES_HEADER,
+    OVERHEAD_HEADER,
+    "x-request-id",
+    "retry-after",
+)
+# What a variant decides the speed of; only these are repeated and recorded.
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 # vLLM's inference endpoints. Its control endpoints (sleep, cache resets, profiling,
 # /invocations) stay behind the engine port's key.
 RELAYED = frozenset(
@@ -65,36 +94,34 @@ RELAYED = frozenset(
 INFORMING = frozenset({"/healthz", "/readyz", "/metrics", "/v1/models"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One request on its way to one variant; `body` names the model by its id."""
-
-    path: str
-    headers: Headers
-    body: bytes
-    request_id: str
-    model: ModelRoute
-    variant: VariantRoute
-    started: float
-
-    @property
-    def labels(self) -> tuple[str, str]:
-        return self.model.id, self.variant.variant
-
-
 class GatewayApp:
-    """One gateway replica's app; `use` replaces its settings as a whole."""
+    """One gateway replica's app, on the Ray node `node`; `use` replaces its settings as a whole."""
 
-    def __init__(self, pool: EnginePool, keys: EngineKeys, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        keys: EngineKeys,
+        metrics: GatewayMetrics,
+        breakers: Breakers,
+        node: str = "",
+    ) -> None:
         self._pool = pool
-        self._keys = keys
         self._metrics = metrics
-        self._session: aiohttp.ClientSession | None = None
+        self._engines = EngineClient(node)
+        self._admission = Admission(Limits())
+        metrics.registry.register(AdmissionMetrics(self._admission))
+        self._dispatch = Dispatch(pool, self._engines, keys, metrics, self._admission, breakers)
+        self._shadows = Shadows(pool, self._engines, keys, metrics, self._admission)
+        self._splits = SplitRecords(metrics)
+        self._kept = KeptResponses()
+        self._router = Router(random.random)
+        pool.on_look = self._limit
         self.use(GatewaySettings())
 
     def use(self, settings: GatewaySettings) -> None:
         """Take these settings; requests under way keep theirs."""
         self._settings = settings
+        self._limit()
         self._app: AsgiApp = self._answer
         if settings.cors_origins:
             self._app = CORSMiddleware(
@@ -105,10 +132,18 @@ class GatewayApp:
                 expose_headers=EXPOSED_HEADERS,
             )
 
-    async def close(self) -> None:
-        """Close the connections to engines."""
-        if self._session is not None:
-            await self._session.close()
+    def _limit(self) -> None:
+        """Have as many requests run and wait as settings and running replicas allow."""
+        pool = self._pool
+        self._admission.set_limits(
+            limits_of(self._settings, lambda route: pool.state(route.app_name).running_replicas)
+        )
+
+    def close(self) -> None:
+        """End the repeats, write what is to be recorded, close connections that are not used."""
+        self._shadows.close()
+        self._splits.close()
+        self._engines.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request."""
@@ -126,7 +161,10 @@ class GatewayApp:
             if method not in allowed:
                 raise errors.method_not_allowed(method, path, ", ".join(allowed))
             if method == "POST":
-                await self._infer(await self._read(scope, receive, started), receive, reply)
+                call = await self._read(scope, receive, started)
+                if call.path in GENERATING and (call.decision.arm or call.model.keeps_responses):
+                    reply = TimedReply(send, partial(self._began, call))
+                await self._infer(call, receive, reply)
             else:
                 await self._inform(path, reply)
         except errors.ApiError as error:
@@ -159,8 +197,10 @@ class GatewayApp:
             for variant in model.variants
         }
         ready = bool(states) and all(state.ready for state in states.values())
-        variants = {name: state.status.lower() for name, state in states.items()}
-        await reply.json(200 if ready else 503, {"ready": ready, "variants": variants})
+        variants = {name: state.word for name, state in states.items()}
+        reasons = {name: state.unfit for name, state in states.items() if state.unfit}
+        more = {"reasons": reasons} if reasons else {}
+        await reply.json(200 if ready else 503, {"ready": ready, "variants": variants, **more})
 
     def _card(self, name: str, model: ModelRoute, variant: VariantRoute) -> dict[str, Any]:
         return {
@@ -181,24 +221,78 @@ class GatewayApp:
         except UnknownModelError as error:
             raise errors.unknown_model(str(error)) from None
 
-    async def _read(self, scope: Scope, receive: Receive, started: float) -> _Call:
+    async def _read(self, scope: Scope, receive: Receive, started: float) -> Call:
         headers: Headers = dict(scope["headers"])
+        check_headers(headers)
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         request = parse(body)
         name = request.get("model")
         if not isinstance(name, str):
             known = ", ".join(model.id for model in self._settings.table.models)
             raise errors.model_missing(known or "none")
-        asked_variant = headers.get(VARIANT_HEADER.encode(), b"").decode("latin-1") or None
-        model, variant = self._resolve(name, asked_variant)
+        asked = read_request(request, headers)
+        model, decision, replica = self._choose(name, asked)
         if name != model.id:
             body = json.dumps({**request, "model": model.id}).encode()
-        return _Call(scope["path"], headers, body, request_id(scope), model, variant, started)
+        return Call(
+            path=scope["path"],
+            headers=headers,
+            body=body,
+            request_id=request_id(scope),
+            model=model,
+            variant=model.variant(decision.variant),
+            asked=asked,
+            decision=decision,
+            hint=hint_of(model.routing.balancing, request, asked, replica),
+            started=started,
+            stream=request.get("stream") is True,
+        )
 
-    async def _infer(self, call: _Call, receive: Receive, reply: Reply) -> None:
+    def _choose(self, name: str, asked: RouteRequest) -> tuple[ModelRoute, Decision, str]:
+        """The model of this name, which of its variants is to answer, and which replica.
+
+        The last is empty where any replica may.
+        """
+        try:
+            model = self._settings.table.model(name)
+            kept = self._kept.find(model.id, asked.previous_response)
+            if kept is not None:
+                asked = replace(asked, held_by=kept.variant)
+            decision = self._router.choose(model, asked, self._loads(model), time.monotonic())
+        except UnknownModelError as error:
+            raise errors.unknown_model(str(error)) from None
+        wanted = kept is not None and kept.variant == decision.variant
+        return model, decision, kept.replica if kept and wanted else ""
+
+    def _loads(self, model: ModelRoute) -> dict[str, Load]:
+        """What each variant has to do, as if every gateway process had as much as this one."""
+        loads = {}
+        for route in model.variants:
+            state = self._pool.state(route.app_name)
+            running = self._dispatch.running[route.app_name] + self._shadows.running[route.app_name]
+            running *= self._settings.gateways
+            loads[route.variant] = Load(running, state.running_replicas if state.ready else 0)
+        return loads
+
+    def _began(self, call: Call, reply: TimedReply, first: bytes) -> None:
+        """Remember who holds a response before the client can ask for its continuation."""
+        if call.path != errors.RESPONSES_PATH or reply.status != 200 or not reply.replica:
+            return
+        told = {name.decode(): value.decode() for name, value in reply.headers}
+        variant = told[VARIANT_HEADER]
+        # Another model's variant may have answered in its place.
+        if told.get(FALLBACK_HEADER) not in (None, f"{call.model.id}@{variant}"):
+            return
+        if call.model.variant(variant).keeps_responses:
+            self._kept.note(call.model.id, Kept(variant, reply.replica), first)
+
+    async def _infer(self, call: Call, receive: Receive, reply: Reply) -> None:
         """Answer `call`, unless the client goes away first; count the outcome."""
-        outcome = "disconnect"
-        work = asyncio.ensure_future(self._lease_and_relay(call, reply))
+        outcome, settings = "disconnect", self._settings
+        if call.decision.shadow is not None and call.path in GENERATING:
+            second = call.model.variant(call.decision.shadow)
+            self._shadows.repeat(replace(call, variant=second), settings)
+        work = asyncio.ensure_future(self._dispatch.answer(call, reply, settings))
         gone = asyncio.ensure_future(disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -216,55 +310,8 @@ class GatewayApp:
             gone.cancel()
             work.cancel()
             self._metrics.requests.labels(*call.labels, outcome).inc()
-
-    async def _lease_and_relay(self, call: _Call, reply: Reply) -> str:
-        settings = self._settings
-        try:
-            async with (
-                asyncio.timeout(settings.request_timeout_s),
-                self._pool.lease(
-                    call.variant.app_name, call.model.id, settings.queue_timeout_s
-                ) as endpoint,
-            ):
-                with self._metrics.leases.labels(*call.labels).track_inprogress():
-                    return await self._relay(call, reply, endpoint)
-        except aiohttp.ClientError:
-            raise errors.engine_died(call.model.id) from None
-        except TimeoutError:
-            raise errors.timed_out(settings.request_timeout_s) from None
-
-    async def _relay(self, call: _Call, reply: Reply, endpoint: Endpoint) -> str:
-        headers = forwarded(call.headers) | {
-            "content-type": "application/json",
-            "x-request-id": call.request_id,
-            LEASE_HEADER: endpoint.lease_id,
-            ENGINE_KEY_HEADER: self._keys.current(),
-        }
-        overhead_s = time.perf_counter() - call.started
-        self._metrics.overhead.labels(*call.labels).observe(overhead_s)
-        reply.headers += [
-            (VARIANT_HEADER.encode(), call.variant.variant.encode()),
-            (REPLICA_HEADER.encode(), endpoint.replica.encode()),
-            (OVERHEAD_HEADER.encode(), f"{overhead_s * 1000:.1f}".encode()),
-        ]
-        async with self._client().post(
-            endpoint.url + call.path, data=call.body, headers=headers
-        ) as response:
-            return await relay(
-                response, reply, call.path, call.model.id, self._settings.keep_alive_s
-            )
-
-    def _client(self) -> aiohttp.ClientSession:
-        # Made on first use, since a session belongs to the loop that runs it.
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                auto_decompress=False,
-                connector=aiohttp.TCPConnector(limit=4096),
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=self._settings.connect_timeout_s
-                ),
-            )
-        return self._session
+            if isinstance(reply, TimedReply):
+                self._splits.add(settings.splits, call, reply, outcome)
 
 
 def _methods(path: str) -> tuple[str, ...]:

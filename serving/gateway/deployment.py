@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import ray
 from ray import serve
 
 from serving.engines.keys import EngineKeys
 from serving.gateway.app import GatewayApp
+from serving.gateway.breakers import breakers
 from serving.gateway.leases import EnginePool
 from serving.gateway.settings import GatewaySettings
 from serving.telemetry.metrics import GatewayMetrics
@@ -20,7 +22,13 @@ from serving.telemetry.metrics import GatewayMetrics
 class _Gateway:
     def __init__(self) -> None:
         self._pool = EnginePool()
-        self._app = GatewayApp(self._pool, EngineKeys.from_environment(), GatewayMetrics())
+        self._app = GatewayApp(
+            self._pool,
+            EngineKeys.from_environment(),
+            GatewayMetrics(),
+            breakers,
+            node=ray.get_runtime_context().get_node_id(),
+        )
 
     async def __serve_build_asgi_app__(self) -> Any:
         return self._app
@@ -28,11 +36,19 @@ class _Gateway:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Take a new routing table; requests under way keep their leases."""
         settings = GatewaySettings.model_validate(user_config)
-        names = {v.app_name for model in settings.table.models for v in model.variants}
+        balancing = {
+            variant.app_name: model.routing.balancing
+            for model in settings.table.models
+            for variant in model.variants
+        }
         # In this order, so that there is a handle behind every name at any time.
-        await self._pool.add(names)
+        await self._pool.add(balancing)
         self._app.use(settings)
-        self._pool.keep_only(names)
+        self._pool.keep_only(balancing)
+
+    def __del__(self) -> None:
+        """End what outlives requests; Serve calls this when it ends the replica in order."""
+        self._app.close()
 
 
 def build_gateway(settings: GatewaySettings, **options: Any) -> serve.Application:

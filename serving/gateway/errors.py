@@ -13,6 +13,11 @@ from typing import Any
 ANTHROPIC_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
 
+DIED = "engine_died"
+SILENT = "engine_silent"
+# With these another replica or variant may answer what this one could not.
+_ELSEWHERE = frozenset({DIED, "engine_unavailable", "engine_unfit"})
+
 _OPENAI_TYPES = {
     400: "invalid_request_error",
     404: "not_found_error",
@@ -59,6 +64,11 @@ class ApiError(Exception):
         if allow is not None:
             self.headers.append((b"allow", allow.encode()))
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the fault lies with the engine, so that another one may answer."""
+        return self.code in _ELSEWHERE
+
     def body(self, path: str) -> dict[str, Any]:
         """The error object for a client of `path`."""
         if path.startswith(ANTHROPIC_PATH):
@@ -100,6 +110,13 @@ def model_missing(known: str) -> ApiError:
         "model_missing",
         f'"model" is missing or not a string; served: {known}',
         param="model",
+    )
+
+
+def header_not_usable(name: str, value: str, known: str) -> ApiError:
+    """A header of ours with a value that it does not take."""
+    return ApiError(
+        400, "header_not_usable", f"the header {name} is {value[:60]!r}; write {known}", param=name
     )
 
 
@@ -145,6 +162,21 @@ def no_capacity(model: str, retry_after_s: float) -> ApiError:
     )
 
 
+def response_out_of_reach(model: str) -> ApiError:
+    """The replica that holds the response is gone, or others were chosen again and again.
+
+    404 and the parameter, as vLLM answers where it does not have a response; the code is
+    OpenAI's for it.
+    """
+    return ApiError(
+        404,
+        "previous_response_not_found",
+        f"the replica of {model} that holds this response was not reached; it is gone or very "
+        "busy. Send the conversation in input, without previous_response_id",
+        param="previous_response_id",
+    )
+
+
 def engine_unavailable(model: str, state: str, retry_after_s: float) -> ApiError:
     """No replica can answer: it is loading, or it died and is being replaced."""
     return ApiError(
@@ -155,13 +187,44 @@ def engine_unavailable(model: str, state: str, retry_after_s: float) -> ApiError
     )
 
 
+def engine_waking(model: str, waited_s: float, retry_after_s: float) -> ApiError:
+    """The engine was scaled to zero, and the request has waited for it as long as it may."""
+    return ApiError(
+        503,
+        "engine_waking",
+        f"{model} had no replica and none was ready within {waited_s:g} s "
+        "(gateway.wake_timeout_s in the stack file); retry after the time in Retry-After",
+        retry_after_s=retry_after_s,
+    )
+
+
+def engine_unfit(model: str, reason: str, retry_after_s: float) -> ApiError:
+    """Replicas run, but failed a probe or have collapsed since."""
+    return ApiError(
+        503,
+        "engine_unfit",
+        f"{model} is not fit to serve: {reason}",
+        retry_after_s=retry_after_s,
+    )
+
+
 def engine_died(model: str) -> ApiError:
     """The engine went away before the reply began or in the middle of it."""
     return ApiError(
         503,
-        "engine_died",
+        DIED,
         f"the engine of {model} stopped before the reply was complete",
         retry_after_s=5,
+    )
+
+
+def engine_silent(model: str, limit_s: float) -> ApiError:
+    """A stream's engine sent nothing for longer than it may."""
+    return ApiError(
+        504,
+        SILENT,
+        f"the engine of {model} sent nothing for {limit_s:g} s (gateway.first_byte_timeout_s and "
+        "gateway.between_bytes_timeout_s in the stack file)",
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from typing import Any
+from typing import Any, get_args
 
 from serving.engines.keys import Receive, Scope
 from serving.gateway import errors
+from serving.router.request import PRIORITY_HEADER, Priority
 
 Headers = dict[bytes, bytes]
 # Everything else a client sends, credentials included, stays here.
@@ -76,6 +77,14 @@ def parse(body: bytes) -> dict[str, Any]:
     if not isinstance(request, dict):
         raise errors.bad_json("a JSON object is needed")
     return request
+
+
+def check_headers(headers: Headers) -> None:
+    """Raises ApiError 400 for a priority that there is not."""
+    value = headers.get(PRIORITY_HEADER.encode(), b"").decode("latin-1").strip()
+    if value and value not in get_args(Priority):
+        known = " or ".join(get_args(Priority))
+        raise errors.header_not_usable(PRIORITY_HEADER, value, known)
 
 
 async def disconnect(receive: Receive) -> None:

@@ -6,8 +6,11 @@ while it runs.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import BaseModel, ConfigDict
 
+from serving.router.settings import Bounds
 from serving.router.table import RoutingTable
 
 
@@ -21,5 +24,13 @@ class GatewaySettings(BaseModel):
     request_timeout_s: float = 600.0
     connect_timeout_s: float = 5.0
     queue_timeout_s: float = 30.0
+    wake_timeout_s: float = 300.0
+    first_byte_timeout_s: float = 300.0
+    between_bytes_timeout_s: float = 120.0
     keep_alive_s: float = 15.0
+    limits: Bounds = Bounds()
     cors_origins: tuple[str, ...] = ()
+    gateways: int = 1
+    """Gateway processes that share the load."""
+    splits: Path = Path("splits")
+    """Folder below which the A/B studies on live traffic are recorded."""

@@ -1,7 +1,8 @@
 """The routing table: every name a request may ask for, and the variant behind it.
 
-Owns names and the static choice. Travels to the gateway as Serve's
-`user_config`, so it is plain data that pydantic reads back.
+Owns names, and what of each model and variant the choice rests on; leaves choosing to
+`choose`. Travels to the gateway as Serve's `user_config`, so it is plain data that
+pydantic reads back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from serving.router.settings import Bounds, Routing
 
 
 class UnknownModelError(LookupError):
@@ -28,6 +31,33 @@ class VariantRoute(_Value):
     app_name: str
     max_model_len: int
     speculative: dict[str, Any] | None = None
+    max_num_seqs: int | None = None
+    """Requests that one replica decodes at once; None: not known, so it is never full."""
+    slots: int = 1
+    """Requests that one replica takes at once."""
+    max_queued: int | None = None
+    """Requests that may wait for it; None: some for each slot."""
+    may_grow_to: int = 0
+    """Replicas that Serve's autoscaling may have; 0: their number is fixed."""
+    keeps_responses: bool = False
+    """Whether its engine keeps responses for requests that continue them."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether this variant drafts tokens; one that does not is plain."""
+        return self.speculative is not None
+
+    def holds(self, prompt_tokens: int, max_tokens: int | None) -> bool:
+        """Whether its context holds prompt and answer, as far as they are known."""
+        return prompt_tokens + (max_tokens or 0) <= self.max_model_len
+
+    @property
+    def draft_tokens(self) -> int | None:
+        """Tokens drafted per step: 0 for a plain variant, None where its settings do not say."""
+        if self.speculative is None:
+            return 0
+        tokens = self.speculative.get("num_speculative_tokens")
+        return tokens if isinstance(tokens, int) else None
 
 
 class ModelRoute(_Value):
@@ -37,6 +67,15 @@ class ModelRoute(_Value):
     aliases: tuple[str, ...] = ()
     default_variant: str
     variants: tuple[VariantRoute, ...]
+    routing: Routing = Routing()
+    limits: Bounds = Bounds()
+    gpu: str = "cpu"
+    """GPU class, an id of configs/gpus."""
+
+    @property
+    def keeps_responses(self) -> bool:
+        """Whether one of its variants does."""
+        return any(route.keeps_responses for route in self.variants)
 
     def variant(self, name: str) -> VariantRoute:
         """The variant of this name.
@@ -62,12 +101,23 @@ class RoutingTable(_Value):
     def resolve(
         self, requested: str, variant: str | None = None
     ) -> tuple[ModelRoute, VariantRoute]:
-        """The model and variant behind an id, an alias or `id@variant`.
+        """The model and variant behind an id, an alias or `id@variant`, by name alone.
 
         `variant` (the request's header) wins over the model's default, `id@variant`
         over both. Raises UnknownModelError naming what this stack serves.
         """
-        name, separator, named_variant = requested.partition("@")
+        model = self.model(requested)
+        _, separator, named_variant = requested.partition("@")
+        return model, model.variant(
+            named_variant if separator else variant or model.default_variant
+        )
+
+    def model(self, requested: str) -> ModelRoute:
+        """The model behind an id, an alias or `id@variant`.
+
+        Raises UnknownModelError naming what this stack serves.
+        """
+        name = requested.partition("@")[0]
         model = self._by_name.get(name)
         if model is None:
             near = difflib.get_close_matches(name, self._by_name, n=1)
@@ -76,9 +126,7 @@ class RoutingTable(_Value):
             raise UnknownModelError(
                 f"the model {requested!r} is not served here{hint}; served: {known}"
             )
-        return model, model.variant(
-            named_variant if separator else variant or model.default_variant
-        )
+        return model
 
     def names(self) -> list[tuple[str, ModelRoute, VariantRoute]]:
         """Every name a client may send as `model`: ids and aliases, then each `id@variant`."""

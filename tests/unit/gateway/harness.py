@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,9 +19,13 @@ from ray.serve._private.http_util import RequestIdMiddleware
 
 from serving.engines.keys import AsgiApp, EngineKeys, Receive, Scope, Send
 from serving.engines.lease import Endpoint
+from serving.gateway import errors
 from serving.gateway.app import GatewayApp
+from serving.gateway.breakers import Breakers
 from serving.gateway.leases import EnginePool, EngineState
 from serving.gateway.settings import GatewaySettings
+from serving.router.balancing import Hint
+from serving.router.settings import Routing
 from serving.router.table import ModelRoute, RoutingTable, VariantRoute
 from serving.telemetry.metrics import GatewayMetrics
 
@@ -39,9 +44,12 @@ TABLE = RoutingTable(
                     variant="mtp",
                     app_name="engine-mtp",
                     max_model_len=4096,
+                    slots=64,
                     speculative={"method": "mtp", "num_speculative_tokens": 2},
                 ),
-                VariantRoute(variant="plain", app_name="engine-plain", max_model_len=4096),
+                VariantRoute(
+                    variant="plain", app_name="engine-plain", max_model_len=4096, slots=64
+                ),
             ),
         ),
     )
@@ -89,6 +97,13 @@ def events(*parts: bytes, status: int = 200, then: Exception | None = None) -> B
     return behave
 
 
+async def until(reached: Callable[[], bool]) -> None:
+    """Return when it is so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not reached():
+            await asyncio.sleep(0.01)
+
+
 @dataclass
 class FakeEngine:
     """Notes what reaches it and answers as `behave` says; `gone` is set when it is left."""
@@ -108,7 +123,8 @@ class FakeEngine:
             if not message.get("more_body"):
                 break
         self.paths.append(scope["path"])
-        self.headers.append({key.decode(): value.decode() for key, value in scope["headers"]})
+        headers = scope["headers"]
+        self.headers.append({key.decode(): value.decode("latin-1") for key, value in headers})
         self.bodies.append(body)
         self.busy.set()
         watch = asyncio.create_task(self._watch(receive))
@@ -139,12 +155,20 @@ class FakePool:
             ("engine-mtp", "engine-plain"), EngineState(1, "RUNNING")
         )
     )
+    elsewhere: dict[str, str] = field(default_factory=dict)
+    """Applications that are served at another URL."""
+    replicas: list[str] = field(default_factory=list)
+    """URLs of the next leases' replicas, `replica-1` and so on; then the usual one again."""
     failure: Exception | None = None
+    failing: set[str] = field(default_factory=set)
+    """Applications of which no replica runs."""
     free: asyncio.Event = field(default_factory=asyncio.Event)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     released: asyncio.Event = field(default_factory=asyncio.Event)
     leased: list[str] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
     held: int = 0
+    on_look: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self.free.set()
@@ -157,16 +181,27 @@ class FakePool:
 
     @asynccontextmanager
     async def lease(
-        self, app_name: str, model: str, queue_timeout_s: float
+        self,
+        app_name: str,
+        model: str,
+        queue_timeout_s: float,
+        hint: Hint,
+        wake_timeout_s: float = 0.0,
     ) -> AsyncIterator[Endpoint]:
         self.leased.append(app_name)
+        self.hints.append(hint)
         self.held += 1
         self.asked.set()
         try:
             await self.free.wait()
             if self.failure is not None:
                 raise self.failure
-            yield Endpoint(url=self.url, replica="replica-1", lease_id="lease-1")
+            if app_name in self.failing:
+                raise errors.engine_unavailable(model, "its engine is deploying", 10)
+            url = self.elsewhere.get(app_name, self.url)
+            if self.replicas:
+                url = self.replicas.pop(0)
+            yield Endpoint(url=url, replica=f"replica-{len(self.leased)}", lease_id="lease-1")
         finally:
             self.held -= 1
             self.released.set()
@@ -207,6 +242,11 @@ class Stack:
         """Give the gateway these settings, with the usual table."""
         self.app.use(GatewaySettings(table=TABLE, **settings))
 
+    def route(self, routing: Routing, *more: ModelRoute, **settings: Any) -> None:
+        """Give the gateway the usual table with this `routing` block, and more models."""
+        model = TABLE.models[0].model_copy(update={"routing": routing})
+        self.app.use(GatewaySettings(table=RoutingTable(models=(model, *more)), **settings))
+
     async def ask(self, path: str = COMPLETIONS, **fields: Any) -> httpx.Response:
         """POST a request for the model."""
         return await self.client.post(path, json={"model": MODEL, "prompt": "a", **fields})
@@ -223,7 +263,7 @@ async def running_stack() -> AsyncIterator[Stack]:
     async with served(engine) as engine_url:
         pool = FakePool(engine_url)
         keys = EngineKeys(keys=("engine-secret",))
-        app = GatewayApp(cast(EnginePool, pool), keys, GatewayMetrics())
+        app = GatewayApp(cast(EnginePool, pool), keys, GatewayMetrics(), Breakers(time.monotonic))
         as_serve_runs_it = cast(AsgiApp, RequestIdMiddleware(cast(Any, app)))
         async with (
             served(as_serve_runs_it) as url,
@@ -235,4 +275,4 @@ async def running_stack() -> AsyncIterator[Stack]:
             stack = Stack(engine, pool, app, client)
             stack.use()
             yield stack
-        await app.close()
+        app.close()

@@ -11,6 +11,8 @@ import pytest
 from serving.gateway import errors
 from serving.gateway.app import RELAYED
 from serving.gateway.leases import EngineState
+from serving.router.balancing import Balancing, Hint
+from serving.router.settings import Routing
 from tests.unit.gateway.harness import COMPLETIONS, MODEL, Stack, whole
 
 
@@ -129,6 +131,15 @@ async def test_a_body_without_a_model_is_400(stack: Stack, body: dict[str, objec
     )
 
 
+async def test_a_priority_that_there_is_not_is_400_and_names_those_there_are(stack: Stack) -> None:
+    headers = {"x-moe-serving-priority": "urgent"}
+    response = await stack.client.post(COMPLETIONS, json={"model": MODEL}, headers=headers)
+    assert openai_error(response) == (400, "invalid_request_error", "header_not_usable")
+    assert response.json()["error"]["message"] == (
+        "the header x-moe-serving-priority is 'urgent'; write interactive or batch"
+    )
+
+
 async def test_a_body_over_the_limit_is_413(stack: Stack) -> None:
     stack.use(max_body_bytes=100)
     response = await stack.client.post(COMPLETIONS, content=b"x" * 101)
@@ -204,6 +215,7 @@ async def test_head_answers_like_get_without_the_body(stack: Stack, path: str) -
 FAILURES = [
     (errors.no_capacity("m", 1.2), 429, "rate_limit_error", "rate_limit_error", "2"),
     (errors.engine_unavailable("m", "it loads", 10), 503, "server_error", "overloaded_error", "10"),
+    (errors.engine_unfit("m", "a probe", 10), 503, "server_error", "overloaded_error", "10"),
     (errors.engine_died("m"), 503, "server_error", "overloaded_error", "5"),
     (errors.timed_out(3), 504, "server_error", "timeout_error", None),
     (RuntimeError("secret detail"), 500, "server_error", "api_error", None),
@@ -343,6 +355,74 @@ async def test_readyz_says_which_variant_is_not_ready(stack: Stack) -> None:
     assert (await stack.client.get("/healthz")).json() == {"status": "alive"}
 
 
+async def test_readyz_says_why_a_variant_is_not_fit_to_serve(stack: Stack) -> None:
+    stack.pool.states = {
+        "engine-mtp": EngineState(1, "RUNNING", "acceptance probe: accepted 0.000"),
+        "engine-plain": EngineState(1, "RUNNING"),
+    }
+    response = await stack.client.get("/readyz")
+    assert response.status_code == 503
+    assert response.json() == {
+        "ready": False,
+        "variants": {"tiny-moe@mtp": "unfit", "tiny-moe@plain": "running"},
+        "reasons": {"tiny-moe@mtp": "acceptance probe: accepted 0.000"},
+    }
+
+
+@pytest.mark.parametrize("state", [EngineState(0, "UNHEALTHY"), EngineState(1, "RUNNING", "why")])
+async def test_another_variant_answers_for_one_that_takes_no_requests(
+    stack: Stack, state: EngineState
+) -> None:
+    stack.pool.states = {"engine-mtp": state, "engine-plain": EngineState(1, "RUNNING")}
+    response = await stack.ask()
+    assert response.headers["x-moe-serving-variant"] == "plain"
+    assert response.headers["x-moe-serving-route"] == "fallback"
+    assert stack.pool.leased == ["engine-plain"]
+    # Who names a variant gets that one, or is told.
+    await stack.ask(model="tiny-moe@mtp")
+    await stack.client.post(
+        COMPLETIONS,
+        json={"model": MODEL, "prompt": "a"},
+        headers={"x-moe-serving-variant": "mtp"},
+    )
+    assert stack.pool.leased == ["engine-plain", "engine-mtp", "engine-mtp"]
+
+
+async def test_the_router_chooses_by_what_runs_and_the_reply_says_why(stack: Stack) -> None:
+    stack.route(Routing(crossover_streams={"mtp": 1}, dwell_s=0))
+    stack.pool.free.clear()
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(stack.ask())
+        await stack.pool.asked.wait()
+        second = group.create_task(stack.ask())
+        while len(stack.pool.leased) < 2:
+            await asyncio.sleep(0.01)
+        stack.pool.free.set()
+    replies = [task.result().headers for task in (first, second)]
+    assert [reply["x-moe-serving-variant"] for reply in replies] == ["mtp", "plain"]
+    assert replies[1]["x-moe-serving-route"] == "load"
+    # Nothing runs any more.
+    third = await stack.ask()
+    assert third.headers["x-moe-serving-variant"] == "mtp"
+
+
+@pytest.mark.parametrize(
+    ("balancing", "hint"),
+    [
+        ("power-of-two", Hint()),
+        ("prefix-aware", Hint(prompt="a")),
+        ("session-hash", Hint(session="s-1")),
+    ],
+)
+async def test_a_lease_is_asked_for_with_what_the_models_balancing_looks_at(
+    stack: Stack, balancing: Balancing, hint: Hint
+) -> None:
+    stack.route(Routing(balancing=balancing))
+    body = {"model": MODEL, "prompt": "a"}
+    await stack.client.post(COMPLETIONS, json=body, headers={"x-session-id": "s-1"})
+    assert stack.pool.hints == [hint]
+
+
 async def test_outcomes_are_counted_by_model_and_variant(stack: Stack) -> None:
     await stack.ask()
     stack.pool.failure = errors.no_capacity("m", 1)
@@ -370,7 +450,8 @@ async def test_a_browser_of_a_listed_origin_may_call_and_read_our_headers(stack:
     response = await stack.client.post(COMPLETIONS, json={"model": MODEL}, headers=origin)
     assert response.headers["access-control-allow-origin"] == "https://ui.example"
     assert response.headers["access-control-expose-headers"] == (
-        "x-moe-serving-variant, x-moe-serving-replica, x-moe-serving-overhead-ms, "
+        "x-moe-serving-variant, x-moe-serving-route, x-moe-serving-replica, "
+        "x-moe-serving-fallback, x-moe-serving-retries, x-moe-serving-overhead-ms, "
         "x-request-id, retry-after"
     )
     failed = await stack.client.post(COMPLETIONS, content=b"{", headers=origin)

@@ -13,6 +13,8 @@ import openai
 import pytest
 
 from serving.engines.keys import Send
+from serving.gateway import errors
+from serving.gateway.relay import MAX_HELD_BYTES
 from tests.unit.gateway.harness import (
     COMPLETIONS,
     MODEL,
@@ -94,16 +96,30 @@ async def test_a_silent_stream_carries_comments(stack: Stack) -> None:
     assert rest.replace(b": keep-alive\n\n", b"") == DONE
 
 
-async def test_no_comment_is_put_inside_an_event(stack: Stack) -> None:
+async def test_half_an_event_waits_for_the_rest_and_no_comment_parts_them(stack: Stack) -> None:
     stack.use(keep_alive_s=0.01)
     release = asyncio.Event()
-    stack.engine.behave = held_after(b"data: {", release=release)
+    stack.engine.behave = held_after(FIRST + b"data: {", b'"n": 2}\n', release=release)
     async with open_stream(stack) as response:
         received = response.aiter_raw()
-        assert await anext(received) == b"data: {"
+        assert await anext(received) == FIRST
+        assert await anext(received) == b": keep-alive\n\n"
+        release.set()
+        rest = b"".join([part async for part in received])
+    assert rest.replace(b": keep-alive\n\n", b"") == SECOND[:-1] + DONE
+
+
+async def test_an_event_too_long_to_be_held_is_passed_on_without_comments(stack: Stack) -> None:
+    stack.use(keep_alive_s=0.01)
+    release, half = asyncio.Event(), b"data: " + b"x" * MAX_HELD_BYTES
+    stack.engine.behave = held_after(half, release=release)
+    async with open_stream(stack) as response:
+        received, seen = response.aiter_raw(), b""
+        while len(seen) < len(half):
+            seen += await anext(received)
         await asyncio.sleep(0.1)
         release.set()
-        assert b"".join([part async for part in received]) == DONE
+        assert seen + b"".join([part async for part in received]) == half + DONE
 
 
 async def test_no_comment_is_sent_where_the_setting_turns_it_off(stack: Stack) -> None:
@@ -118,19 +134,92 @@ async def test_no_comment_is_sent_where_the_setting_turns_it_off(stack: Stack) -
         assert b"".join([part async for part in received]) == DONE
 
 
-async def test_vllms_own_word_of_a_dead_engine_core_is_the_streams_end(stack: Stack) -> None:
-    dead = b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n'
-    stack.engine.behave = events(FIRST, dead, DONE)
-    response = await stack.ask(stream=True)
-    last = response.content.removeprefix(FIRST)
-    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_died"
+DEAD = b'data: {"error": {"message": "EngineCore encountered an issue.", "code": 500}}\n\n'
+# What vLLM 0.32 makes of that error in a stream of /v1/messages.
+DEAD_MESSAGES = (
+    b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":'
+    b'"2 validation errors for ChatCompletionStreamResponse\\nmodel\\n  Field required '
+    b"[type=missing, input_value={'error': {'message': 'En...am': None, 'code': 500}}, "
+    b'input_type=dict]"}}\n\n'
+)
+# The last words to a request when vLLM is shut down.
+ABORTED = b'data: {"choices":[{"index":0,"text":"","finish_reason":"abort"}]}\n\n'
+ABORTED_CHAT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"abort"}]}\n\n'
+ABORTED_MESSAGES = (
+    b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":null,'
+    b'"stop_sequence":null}}\n\n'
+)
+STOP_MESSAGES = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+CREATED = b'event: response.created\ndata: {"type": "response.created", "sequence_number": 7}\n\n'
+ENDS = {
+    "error": (COMPLETIONS, DEAD, DONE),
+    "error of a chat": ("/v1/chat/completions", DEAD, DONE),
+    "error of messages": ("/v1/messages", DEAD_MESSAGES, b""),
+    "abort": (COMPLETIONS, ABORTED, DONE),
+    "abort of a chat": ("/v1/chat/completions", ABORTED_CHAT, DONE),
+    "abort of messages": ("/v1/messages", ABORTED_MESSAGES, STOP_MESSAGES),
+}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["in one read", "in several"])
+@pytest.mark.parametrize(("path", "death", "done"), ENDS.values(), ids=ENDS)
+async def test_vllms_own_word_of_a_dead_engine_core_is_the_streams_end(
+    stack: Stack, path: str, death: bytes, done: bytes, together: bool
+) -> None:
+    half = len(death) // 2
+    release = asyncio.Event()
+
+    async def behave(send: Send) -> None:
+        await start(send, "text/event-stream")
+        await write(send, FIRST)
+        await release.wait()
+        for part in (death + done,) if together else (death[:half], death[half:] + done):
+            await write(send, part)
+        await write(send, b"", more=False)
+
+    stack.engine.behave = behave
+    body = {"model": MODEL, "prompt": "a", "stream": True}
+    async with stack.client.stream("POST", path, json=body) as response:
+        parts = response.aiter_raw()
+        assert await anext(parts) == FIRST
+        release.set()
+        last = b"".join([part async for part in parts])
+    assert json.loads(last.removeprefix(b"event: error\n").removeprefix(b"data: ")) == (
+        errors.engine_died(MODEL).body(path)
+    )
     assert 'outcome="cut"' in await stack.metrics()
 
 
+@pytest.mark.parametrize(("path", "death", "done"), ENDS.values(), ids=ENDS)
+async def test_a_stream_that_dies_before_the_client_has_any_of_it_is_503(
+    stack: Stack, path: str, death: bytes, done: bytes
+) -> None:
+    stack.engine.behave = events(FIRST + death + done)
+    response = await stack.ask(path, stream=True)
+    assert (response.status_code, response.json()) == (503, errors.engine_died(MODEL).body(path))
+
+
+async def test_an_error_of_one_request_is_passed_on_as_it_is(stack: Stack) -> None:
+    error = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
+    stack.engine.behave = events(FIRST, error, DONE)
+    assert (await stack.ask(stream=True)).content == FIRST + error + DONE
+
+
+async def test_a_whole_reply_that_the_engine_gave_up_is_503(stack: Stack) -> None:
+    stack.engine.behave = whole(b'{"choices":[{"text":"half","finish_reason":"abort"}]}')
+    response = await stack.ask()
+    assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+    assert response.json()["error"]["message"] == DIED
+
+
 async def test_text_about_a_dead_engine_core_is_text(stack: Stack) -> None:
-    text = b'data: {"choices": [{"text": "{\\"error\\": EngineCore encountered an issue"}]}\n\n'
-    stack.engine.behave = events(text, DONE)
-    assert (await stack.ask(stream=True)).content == text + DONE
+    texts = (
+        b'data: {"choices": [{"text": "{\\"error\\": EngineCore encountered an issue"}]}\n\n',
+        b'data: {"choices": [{"text": "\\"finish_reason\\":\\"abort\\""}]}\n\n',
+    )
+    stack.engine.behave = events(*texts, DONE)
+    assert (await stack.ask(stream=True)).content == b"".join(texts) + DONE
 
 
 async def test_a_stream_cut_by_the_engine_ends_with_an_error_event(stack: Stack) -> None:
@@ -149,17 +238,23 @@ async def test_a_stream_cut_by_the_engine_ends_with_an_error_event(stack: Stack)
     assert stack.pool.held == 0
 
 
-async def test_a_stream_cut_inside_an_event_closes_it_before_the_error(stack: Stack) -> None:
+async def test_of_an_event_that_was_cut_nothing_is_passed_on(stack: Stack) -> None:
     stack.engine.behave = events(FIRST, b"data: {", then=Cut())
     response = await stack.ask(stream=True)
-    assert response.content.startswith(FIRST + b'data: {\n\ndata: {"error"')
+    assert response.content.startswith(FIRST + b'data: {"error"')
+
+
+async def test_a_long_event_that_was_cut_is_closed_before_the_error(stack: Stack) -> None:
+    half = b"data: " + b"x" * MAX_HELD_BYTES
+    stack.engine.behave = events(half, then=Cut())
+    response = await stack.ask(stream=True)
+    assert response.content.startswith(half + b'\n\ndata: {"error"')
 
 
 async def test_a_cut_stream_of_messages_ends_in_anthropics_shape(stack: Stack) -> None:
-    first = b'event: ping\ndata: {"type": "ping"}\n\n'
-    stack.engine.behave = events(first, then=Cut())
+    stack.engine.behave = events(PING, then=Cut())
     response = await stack.ask("/v1/messages", stream=True)
-    head = first + b"event: error\ndata: "
+    head = PING + b"event: error\ndata: "
     assert response.content.startswith(head)
     assert json.loads(response.content.removeprefix(head)) == {
         "type": "error",
@@ -168,10 +263,9 @@ async def test_a_cut_stream_of_messages_ends_in_anthropics_shape(stack: Stack) -
 
 
 async def test_a_cut_stream_of_responses_goes_on_counting_its_events(stack: Stack) -> None:
-    first = b'event: response.created\ndata: {"type": "response.created", "sequence_number": 7}\n\n'
-    stack.engine.behave = events(first, then=Cut())
+    stack.engine.behave = events(CREATED, then=Cut())
     response = await stack.ask("/v1/responses", stream=True)
-    head = first + b"event: error\ndata: "
+    head = CREATED + b"event: error\ndata: "
     assert response.content.startswith(head)
     assert json.loads(response.content.removeprefix(head)) == {
         "type": "error",
@@ -194,17 +288,17 @@ async def test_the_openai_client_raises_the_error_of_a_cut_stream(stack: Stack) 
 
 
 async def test_the_openai_client_reads_the_error_of_a_cut_response(stack: Stack) -> None:
-    stack.engine.behave = events(then=Cut())
+    stack.engine.behave = events(CREATED, then=Cut())
     async with openai.AsyncOpenAI(
         base_url=f"{stack.client.base_url}/v1", api_key="none", max_retries=0
     ) as client:
         stream = await client.responses.create(model=MODEL, input="a", stream=True)
-        (last,) = [event async for event in stream]
+        _, last = [event async for event in stream]
     assert last.type == "error" and last.message == DIED
 
 
 async def test_the_anthropic_client_raises_the_error_of_a_cut_stream(stack: Stack) -> None:
-    stack.engine.behave = events(then=Cut())
+    stack.engine.behave = events(PING, then=Cut())
     async with anthropic.AsyncAnthropic(
         base_url=str(stack.client.base_url), api_key="none", max_retries=0
     ) as client:
@@ -224,6 +318,16 @@ async def test_a_stream_over_the_time_limit_ends_with_an_error_event(stack: Stac
     assert b'"code": "timeout"' in response.content
     await asyncio.wait_for(stack.engine.gone.wait(), PATIENCE_S)
     assert stack.pool.held == 0
+
+
+async def test_an_engine_that_goes_between_head_and_body_is_503(stack: Stack) -> None:
+    async def behave(send: Send) -> None:
+        await start(send, "application/json", length=100)
+        raise Cut
+
+    stack.engine.behave = behave
+    response = await stack.ask()
+    assert (response.status_code, response.json()["error"]["message"]) == (503, DIED)
 
 
 async def test_a_reply_that_is_no_stream_and_is_cut_is_no_success(stack: Stack) -> None:
@@ -308,3 +412,23 @@ async def test_a_slow_client_slows_the_engine(stack: Stack) -> None:
         async for chunk in chunks:
             received += len(chunk)
     assert (received, made) == (count * len(part), count)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_what_a_response_repeats_of_its_request_is_no_death(
+    stack: Stack, streamed: bool
+) -> None:
+    body = b'{"type":"response.created","metadata":{"finish_reason":"abort"},"sequence_number":0}'
+    event = b"event: response.created\ndata: " + body + b"\n\n"
+    stack.engine.behave = events(event) if streamed else whole(body)
+    response = await stack.ask("/v1/responses", stream=streamed)
+    assert (response.status_code, response.content) == (200, event if streamed else body)
+    assert stack.pool.leased == ["engine-mtp"]
+
+
+async def test_what_a_404_repeats_of_its_request_is_no_death(stack: Stack) -> None:
+    body = b'{"error": {"message": "Response with id \'EngineDead\' not found."}}'
+    stack.engine.behave = whole(body, status=404)
+    response = await stack.ask("/v1/responses", previous_response_id="EngineDead")
+    assert (response.status_code, response.content) == (404, body)
+    assert stack.pool.leased == ["engine-mtp"]
