@@ -6,21 +6,25 @@ work on a laptop without either.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from serving.catalog.errors import CatalogError
+from serving.checks.command import check
+from serving.console import console, errors, fail
+from serving.planner.command import plan_app
+from serving.signals import handled
+from serving.stack.route_command import route_app
 
 if TYPE_CHECKING:
     from serving.stack.events import EngineStatus
@@ -32,8 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=__doc__.splitlines()[0],
 )
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
 
 
 @app.command()
@@ -50,11 +52,16 @@ def up(
     rollback: Annotated[
         bool, typer.Option("--rollback", help="go back to the stack before the last change")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="start even where `moe-serving check` finds errors")
+    ] = False,
 ) -> None:
     """Start a stack and serve until Ctrl-C; where one runs, change it to this one."""
     if rollback == (stack is not None) or (rollback and port is not None):
-        _fail("give either a stack, or --rollback and nothing beside it")
+        fail("give either a stack, or --rollback and nothing beside it")
     spec = None if stack is None else _load(stack)
+    if spec is not None and not force:
+        _refuse_errors(spec)
     from serving.stack import lifecycle, runtime
     from serving.stack.runtime import RuntimeFailure
 
@@ -74,7 +81,7 @@ def up(
                 console.print("Ctrl-C ends the stack")
                 _serve()
         except RuntimeFailure as error:
-            _fail(str(error))
+            fail(str(error))
         except KeyboardInterrupt:
             if result is None or not result.started_here:
                 left = "the stack runs as before" if runtime.running() else "nothing is left of it"
@@ -82,6 +89,15 @@ def up(
                 sys.exit(130)
             if not detach:
                 console.print(f"ended {lifecycle.end(console)} processes")
+
+
+def _refuse_errors(spec: StackSpec) -> None:
+    """End where the check finds what would not start, or would serve nonsense."""
+    from serving.checks.run import refuse
+
+    if found := refuse(spec):
+        text = "\n".join(str(finding) for finding in found)
+        fail(f"{text}\n`moe-serving check` says more; --force starts it all the same")
 
 
 def _serve() -> None:
@@ -94,19 +110,12 @@ def _serve() -> None:
         console.print("the stack was ended by another command")
         return
     lifecycle.end(console)
-    _fail(f"the stack's Ray ended unexpectedly; {runtime.log_file()} and `dmesg` may say why")
+    fail(f"the stack's Ray ended unexpectedly; {runtime.log_file()} and `dmesg` may say why")
 
 
-@contextlib.contextmanager
-def _interrupted_by_termination() -> Iterator[None]:
+def _interrupted_by_termination() -> AbstractContextManager[None]:
     """SIGTERM and a closed terminal end a command as Ctrl-C does, in order."""
-    kinds = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(kind, signal.default_int_handler) for kind in kinds]
-    try:
-        yield
-    finally:
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)
+    return handled((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)
 
 
 def _load(stack: str) -> StackSpec:
@@ -115,7 +124,7 @@ def _load(stack: str) -> StackSpec:
     try:
         return load_stack(stack)
     except CatalogError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _print_first_request(url: str) -> None:
@@ -154,7 +163,7 @@ def status(
     try:
         run, found = lifecycle.status(errors)
     except RuntimeFailure as error:
-        _fail(str(error))
+        fail(str(error))
     ready, answer = lifecycle.gateway_ready(run)
     if as_json:
         more = {"url": run["url"], "started": run["started"], "ready": ready}
@@ -170,14 +179,19 @@ def status(
 def _engine_line(engine: EngineStatus) -> str:
     drafts = engine.speculative
     how = f"{drafts['method']}, n={drafts['num_speculative_tokens']}" if drafts else "no drafting"
+    starting = engine.starting_for_s
+    since = "" if starting is None else f", starting for {starting:.0f} s"
     parts = [
         f"{engine.model}@{engine.variant}{' (default)' if engine.default else ''}: {engine.state}",
-        f"{engine.running_replicas} of {engine.wanted_replicas} replicas",
+        f"{engine.running_replicas} of {engine.wanted_replicas} replicas{since}",
         how,
         f"{engine.max_model_len} tokens",
         engine.app,
     ]
     return ", ".join(parts) + (f"\n  {engine.message}" if engine.message else "")
+
+
+app.command()(check)
 
 
 @app.command()
@@ -190,7 +204,7 @@ def pull(
     try:
         pull_stack(_load(stack), console)
     except WeightsError as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         errors.print("interrupted; what is there is kept, and the next pull goes on from it")
         sys.exit(130)
@@ -224,7 +238,7 @@ def chat(
     try:
         run_chat(url or _stack_url(), model, prompt, options, completion=completion, api_key=key)
     except ApiFailureError as error:
-        _fail(str(error))
+        fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -236,6 +250,9 @@ def _stack_url() -> str:
     run = runtime.running()
     return f"{run['url'] if run else 'http://127.0.0.1:8000'}/v1"
 
+
+app.add_typer(plan_app, name="plan")
+app.add_typer(route_app, name="route")
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what serving costs.")
 app.add_typer(bench, name="bench")
@@ -249,7 +266,6 @@ def overhead(
     output: Annotated[Path | None, typer.Option(help="write the JSON to this file too")] = None,
 ) -> None:
     """Compare this stack with a bare vLLM server and with ray.serve.llm, on the demo model."""
-    from serving.studies.client import ApiFailureError
     from serving.studies.overhead.report import as_json as to_json
     from serving.studies.overhead.report import as_tables
     from serving.studies.overhead.servers import ServerError
@@ -257,8 +273,8 @@ def overhead(
 
     try:
         model, measured = run_study("demo", parse_streams(streams), rounds, errors.print)
-    except (ApiFailureError, CatalogError, ServerError, ValueError) as error:
-        _fail(str(error))
+    except (CatalogError, ServerError, ValueError) as error:
+        fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     text = json.dumps(to_json(measured, model), indent=2)
@@ -270,11 +286,147 @@ def overhead(
         console.print(as_tables(measured))
 
 
-def _fail(message: str) -> NoReturn:
-    errors.print("[red]error:[/red]", end=" ")
-    # As it is: what a user or an engine wrote may hold square brackets.
-    errors.print(message, soft_wrap=True, markup=False)
-    sys.exit(2)
+@bench.command()
+def gateway(
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="interleaved rounds")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="each measured window")] = 2.5,
+    connections: Annotated[int, typer.Option(min=1, max=1024, help="open at once")] = 64,
+    chunks: Annotated[int, typer.Option(min=1, max=100_000, help="of each stream")] = 64,
+    delay_ms: Annotated[int, typer.Option(min=1, max=1000, help="between paced chunks")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="of the order of targets")] = 0,
+    targets: Annotated[
+        str | None, typer.Option(help="only these, and what they are compared with")
+    ] = None,
+    install_peers: Annotated[
+        bool, typer.Option("--install-peers", help="install vllm-router and LiteLLM for it")
+    ] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="write JSON to this file")] = None,
+) -> None:
+    """Measure what the gateway carries and costs before a mock engine, layer by layer."""
+    from serving.studies.capacity.measure import Plan
+    from serving.studies.capacity.report import as_json as to_json
+    from serving.studies.capacity.report import as_tables
+    from serving.studies.capacity.study import run_study
+    from serving.studies.capacity.targets import parse_targets
+    from serving.studies.overhead.servers import ServerError
+
+    plan = Plan(rounds, seconds, connections, chunks, delay_ms, seed)
+    if output is not None and not output.parent.is_dir():
+        fail(f"--json: the folder {output.parent} is not there; make it, or name another file")
+    try:
+        names = parse_targets(targets)
+        measured = run_study(names, plan, errors.print, install_peers=install_peers)
+    except (ServerError, ValueError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if output is not None:
+        output.write_text(json.dumps(to_json(measured), indent=2) + "\n", encoding="utf-8")
+    console.print(as_tables(measured))
+
+
+study = typer.Typer(
+    no_args_is_help=True, help="Measure whether drafting pays: speed, acceptance, sameness of text."
+)
+app.add_typer(study, name="study")
+# What only the extra `loadtest` installs of what the commands import.
+LOADTEST = frozenset({"jinja2", "matplotlib", "numpy", "scipy"})
+RunFolder = Annotated[Path, typer.Argument(help="the folder of a run, as --out named it")]
+
+
+@study.command("run")
+def study_run(
+    study: Annotated[str, typer.Argument(help="a study file, or the name of a shipped one")],
+    out: Annotated[Path, typer.Option(help="folder of the run; one that is there is taken up")],
+    url: Annotated[
+        str | None, typer.Option(help="API of a stack that serves the arms; else one is started")
+    ] = None,
+) -> None:
+    """Carry a study out; Ctrl-C keeps what is done, and the same command goes on from there."""
+    from serving.studies.overhead.servers import ServerError
+    from serving.studies.prompts import PromptsError
+    from serving.studies.records import RecordsError
+    from serving.studies.run import StudyError, run_study
+    from serving.studies.spec import load_study
+    from serving.studies.stage import StageError
+
+    try:
+        outcome = run_study(load_study(study), out, console, url=url)
+    except (CatalogError, PromptsError, RecordsError, ServerError, StageError, StudyError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    failed = f", {outcome.failed} failed" if outcome.failed else ""
+    console.print(f"{outcome.recorded} of {outcome.planned} requests in {out}{failed}")
+    if outcome.recorded < outcome.planned:
+        console.print("the same command goes on from here")
+    console.print(f"moe-serving study report {out}", soft_wrap=True)
+    if outcome.interrupted:
+        sys.exit(130)
+
+
+@study.command("report")
+def study_report(folder: RunFolder) -> None:
+    """Write what a run says as HTML, Markdown and CSV, into its folder."""
+    from serving.studies.records import RecordsError
+
+    with _extra_packages():
+        from serving.studies.report import write_report
+    try:
+        files = write_report(folder)
+    except RecordsError as error:
+        fail(str(error))
+    for file in files:
+        console.print(str(file), soft_wrap=True, markup=False)
+
+
+@study.command("compare")
+def study_compare(
+    first: RunFolder,
+    second: RunFolder,
+    out: Annotated[Path, typer.Option(help="HTML file to write")] = Path("comparison.html"),
+) -> None:
+    """Set two runs side by side: two GPUs, two engines or two versions."""
+    from serving.studies.records import RecordsError
+
+    with _extra_packages():
+        from serving.studies.report import write_comparison
+    try:
+        file = write_comparison(first, second, out)
+    except RecordsError as error:
+        fail(str(error))
+    console.print(str(file), soft_wrap=True, markup=False)
+
+
+@study.command("export-policy")
+def study_export_policy(
+    folder: RunFolder,
+    output: Annotated[Path, typer.Option("--output", "-o", help="policy file to write")] = Path(
+        "policy.yaml"
+    ),
+) -> None:
+    """Write what was measured as a policy that the router reads."""
+    from serving.studies.records import RecordsError
+
+    with _extra_packages():
+        from serving.studies.policy_export import PolicyExportError, export_policy
+    try:
+        file = export_policy(folder, output)
+    except (PolicyExportError, RecordsError) as error:
+        fail(str(error))
+    console.print(str(file), soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _extra_packages() -> Iterator[None]:
+    """Imports that need the extra `loadtest`; without it, how to get it is told."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in LOADTEST:
+            raise
+        fail(f"{package} is not installed; run pip install 'moe-serving[loadtest]'")
 
 
 def main() -> None:
@@ -287,4 +439,4 @@ def main() -> None:
         home().mkdir(parents=True, exist_ok=True, mode=0o700)
         log = home() / "error.log"
         log.write_text(traceback.format_exc())
-        _fail(f"{type(error).__name__}: {error} (unexpected; the details are in {log})")
+        fail(f"{type(error).__name__}: {error} (unexpected; the details are in {log})")

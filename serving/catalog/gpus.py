@@ -37,6 +37,9 @@ class GpuClass(BaseModel):
     bf16_tflops: float | None = Field(
         gt=0, description="dense bf16 peak with float32 accumulation, 10^12 operations/s"
     )
+    fp32_tflops: float | None = Field(
+        default=None, gt=0, description="float32 peak without tensor cores, 10^12 operations/s"
+    )
     verified: bool = Field(
         default=False, description="whether `source` itself was read for these facts"
     )

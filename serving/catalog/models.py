@@ -90,6 +90,9 @@ class Architecture(_Value):
     heads: int = Field(gt=0, description="query heads of a full attention layer")
     kv_heads: int = Field(gt=0, description="key-value heads of a full attention layer")
     head_dim: int = Field(gt=0, description="size of one head of a full attention layer")
+    attention_gate: bool = Field(
+        default=False, description="whether the query projection makes a gate as wide as itself"
+    )
     sliding: SlidingAttention | None = None
     gdn: Gdn | None = None
     mamba_ssm_dtype: SsmDtype | None = Field(
@@ -101,6 +104,9 @@ class Architecture(_Value):
     vocab_size: int = Field(gt=0, description="entries of the vocabulary")
     tie_embeddings: bool = Field(description="whether the output head is the embedding table")
     vision: bool = Field(description="whether the checkpoints hold a vision tower")
+    vision_parameters: int | None = Field(
+        default=None, gt=0, description="parameters of the vision tower; null where not known"
+    )
 
     @model_validator(mode="after")
     def _parts_fit_the_layers(self) -> Self:

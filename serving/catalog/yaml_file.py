@@ -222,10 +222,10 @@ def _problem(found: Mapping[str, Any], model: type[BaseModel], document: _Docume
     """One pydantic error, located and worded with its cure."""
     kind, value = found["type"], found.get("input")
     cause = found.get("ctx", {}).get("error")
-    location: Path_ = found["loc"]
-    if kind not in ("missing", "extra_forbidden"):
-        # Union branches and dictionary keys add parts of their own, which no line has.
-        location = _known(location, document)
+    # Union branches and dictionary keys add parts of their own, which no line has.
+    location = _known(found["loc"], document)
+    if kind == "missing":
+        location = (*location, found["loc"][-1])
     if isinstance(cause, FieldError):
         location = (*location, *cause.path)
     if kind == "extra_forbidden":

@@ -37,13 +37,7 @@ from serving.demo.mtp_head import MtpHead
 # must stay out of a text-only config: the drafter would get three positions per token.
 COMMON: dict[str, Any] = {
     "vocab_size": corpus.VOCAB_SIZE,
-    "hidden_size": 192,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
@@ -58,21 +52,37 @@ COMMON: dict[str, Any] = {
     "mamba_ssm_dtype": "float32",
     "full_attention_interval": 4,
 }
+# Many narrow layers, as in the large models: a draft, which is one layer, costs
+# little beside the trunk. With four layers a step is mostly fixed cost and
+# drafting gains next to nothing.
+MOE: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+DENSE: dict[str, Any] = {
+    "hidden_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "intermediate_size": 768,
+}
 
 
 def build_model(name: str) -> PreTrainedModel:
     """A fresh, randomly initialised model of the named geometry, in float32."""
     if name == "tiny-moe":
-        return Qwen3_5MoeForCausalLM(
-            Qwen3_5MoeTextConfig(
-                **COMMON,
-                num_experts=8,
-                num_experts_per_tok=2,
-                moe_intermediate_size=128,
-                shared_expert_intermediate_size=128,
-            )
-        )
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, intermediate_size=768))
+        return Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**COMMON, **MOE))
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **DENSE))
 
 
 def training_loss(
@@ -221,6 +231,8 @@ class Run:
 
     def __init__(self, options: argparse.Namespace, work_dir: Path) -> None:
         self.model = build_model(options.model)
+        for layer in self.model.model.layers:
+            layer.compile()
         self.head = MtpHead(self.model)
         self.parameters = [*self.model.parameters(), *self.head.parameters()]
         self.optimizer = torch.optim.AdamW(
@@ -304,7 +316,7 @@ def train(options: argparse.Namespace) -> None:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress, (work_dir / "log.jsonl").open("a") as log:
+    with Progress(*columns) as progress, (work_dir / "log.jsonl").open("a", buffering=1) as log:
         task = progress.add_task(options.model, total=total, completed=run.step)
         while run.step < total:
             run.advance(tokens, total)
@@ -341,7 +353,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="sequences in a batch")
     parser.add_argument("--length", type=int, default=384, help="tokens in a sequence")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak of the schedule")
-    parser.add_argument("--mtp-weight", type=float, default=0.3, help="weight of the head's loss")
+    parser.add_argument("--mtp-weight", type=float, default=0.5, help="weight of the head's loss")
     parser.add_argument("--mtp-steps", type=int, default=3, help="recursive drafts trained")
     parser.add_argument(
         "--recursive-from", type=float, default=0.6, help="share of the run with one draft only"

@@ -1,4 +1,4 @@
-"""A lease: the right to send one request to one replica's own HTTP port.
+"""A lease: the right to send one request to one replica's own HTTP server.
 
 Owns the values that cross from an engine replica to the gateway and the book of
 leases a replica keeps. A lease ends when the HTTP request that carries its id
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 LEASE_HEADER = "x-moe-serving-lease"
@@ -19,11 +21,19 @@ START_WITHIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a leased request goes: a base URL without trailing slash, and who answers there."""
+    """Where a leased request goes: a base URL without trailing slash, and who answers there.
+
+    `socket` is the path of a unix socket where the same server listens for processes of the Ray
+    node `node`; None where it has none. `unfit` says why the replica should get no request; it is
+    empty where it should.
+    """
 
     url: str
     replica: str
     lease_id: str
+    node: str = ""
+    socket: str | None = None
+    unfit: str = ""
 
 
 @dataclass(slots=True)
@@ -44,26 +54,34 @@ class LeaseBook:
         """How many leases are held now."""
         return len(self._leases)
 
-    def grant(self) -> str:
-        """Open a lease and return its id."""
+    @property
+    def running_count(self) -> int:
+        """How many of them have a request that runs."""
+        leases = self._leases.values()
+        return sum(lease.started.is_set() and not lease.ended.is_set() for lease in leases)
+
+    @contextmanager
+    def granted(self) -> Iterator[str]:
+        """A lease for as long as the block runs, by its id.
+
+        A gateway that gives up at once ends the block before anything was waited for.
+        """
         lease_id = secrets.token_hex(8)
         self._leases[lease_id] = _Lease()
-        return lease_id
+        try:
+            yield lease_id
+        finally:
+            del self._leases[lease_id]
 
     async def wait_until_ended(self, lease_id: str) -> None:
-        """Return when the lease's request has ended, or did not start in time.
-
-        Whatever ends the wait, cancellation included, closes the lease.
-        """
+        """Return when the lease's request has ended, or did not start in time."""
         lease = self._leases[lease_id]
         try:
             async with asyncio.timeout(self._start_within_s):
                 await lease.started.wait()
-            await lease.ended.wait()
         except TimeoutError:
-            pass
-        finally:
-            self._leases.pop(lease_id, None)
+            return
+        await lease.ended.wait()
 
     def request_started(self, lease_id: str) -> None:
         """The HTTP request that carries this lease has arrived; unknown ids are ignored."""

@@ -1,26 +1,44 @@
 """vLLM engines on Ray Serve: one deployment per model variant.
 
 Owns the replica: it starts vLLM through `ray.serve.llm`, serves vLLM's own
-FastAPI app on a port of its own, grants leases on that port and says when the
-engine hangs. Leaves to the gateway every byte of a request, and to `stack` the
+FastAPI app on a server of its own, grants leases on it and says when the engine
+hangs or is not fit to serve. Leaves the sockets to `server`, the questions to
+`probes` and `watchdog`, to the gateway every byte of a request, and to `stack` the
 settings and the deployment's options.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
-import uvicorn
-from prometheus_client import REGISTRY
+import psutil
+import ray
+from prometheus_client import REGISTRY, Gauge
 from ray import serve
 from ray.serve.llm import LLMServer
 from ray.util import get_node_ip_address
 
-from serving.engines.keys import AsgiApp, EngineKeyMiddleware, EngineKeys, Receive, Scope, Send
+from serving.engines import drafting, probes
+from serving.engines.keys import (
+    ENGINE_KEY_HEADER,
+    AsgiApp,
+    EngineKeyMiddleware,
+    EngineKeys,
+    Receive,
+    Scope,
+    Send,
+)
 from serving.engines.lease import LEASE_HEADER, Endpoint, LeaseBook
+from serving.engines.probe_settings import Probes
+from serving.engines.server import EngineServer
+from serving.engines.watchdog import AcceptanceWatch
+from serving.processes import shared_memory
+from serving.router.balancing import Hint
+
+logger = logging.getLogger("ray.serve")
 
 # Three checks in a row must fail before Serve replaces a replica; with a check
 # every 2 s a hung engine is out after about 3 x (6 + 2) = 24 s.
@@ -29,6 +47,11 @@ ENGINE_REPLY_WITHIN_S = 6.0
 # An engine that answers but has finished no step for this long while requests
 # wait is stuck: a single prefill chunk never takes minutes.
 STALLED_AFTER_S = 180.0
+STEPS_METRIC = "vllm:iteration_tokens_total_count"
+LEASES = Gauge("moe_serving_replica_leases", "Leases granted to gateways and not over", ["state"])
+COLLAPSED = Gauge(
+    "moe_serving_drafting_collapsed", "1 while almost no or almost every draft token is accepted"
+)
 
 
 class EngineHungError(RuntimeError):
@@ -39,32 +62,71 @@ class VllmEngine(LLMServer):
     """A replica of one model variant.
 
     Ray Serve calls the constructor, which returns when the model is loaded and
-    the port is open.
+    the server takes requests.
     """
 
     async def start(self) -> None:
-        """Start the engine, then its HTTP port on this node's address."""
+        """Start the engine, then its HTTP server on this node's address and a unix socket."""
         await super().start()
         self._leases = LeaseBook()
+        LEASES.labels("granted").set_function(lambda: self._leases.open_count)
+        LEASES.labels("running").set_function(lambda: self._leases.running_count)
         self._replica_id: str = serve.get_replica_context().replica_id.unique_id
         self._watch = _ProgressWatch()
+        self._unfit = ""
+        self._probes = Probes.from_environment()
+        keys = EngineKeys.from_environment()
         app = await self.__serve_build_asgi_app__()
-        self._server = _EmbeddedServer(
-            EngineKeyMiddleware(_LeaseTracker(app, self._leases), EngineKeys.from_environment()),
+        node = ray.get_runtime_context()
+        self._node: str = node.get_node_id()
+        self._server = EngineServer(
+            EngineKeyMiddleware(_LeaseTracker(app, self._leases), keys),
             host=get_node_ip_address(),
+            # `moe-serving down` removes it, with what killed replicas left there.
+            folder=node.get_temp_dir(),
         )
-        self._url = await self._server.start()
+        await self._server.start()
+        target = probes.Target(
+            url=self._server.url,
+            model=self._llm_config.model_id,
+            headers={ENGINE_KEY_HEADER: keys.current()},
+            max_model_len=self._llm_config.engine_kwargs["max_model_len"],
+        )
+        self._unfit = await probes.run(self._probes, target, drafting.read) or ""
+        if self._unfit:
+            logger.error("not fit to serve: %s", self._unfit)
+        self._acceptance = AcceptanceWatch(drafting.read())
+        self._collapse: str | None = None
 
-    async def lease(self, hint: str | None = None) -> AsyncIterator[Endpoint]:
+    async def unfit(self) -> str:
+        """Why this replica should get no request; empty where it should."""
+        return self._unfit
+
+    async def __del__(self) -> None:
+        """Clean up; Serve awaits this when it ends the replica in order."""
+        if hasattr(self, "_server"):
+            self._server.remove_socket()
+        # Some 400 MB, which an engine core that is ended from outside leaves behind.
+        memory = shared_memory(psutil.Process().children(recursive=True))
+        await super().__del__()
+        for block in memory:
+            block.unlink(missing_ok=True)
+
+    async def lease(self, hint: Hint | None = None) -> AsyncIterator[Endpoint]:
         """Yield this replica's endpoint, then hold Serve's slot until the request has ended.
 
-        Serve's request router chooses the replica, and reads `hint` (the
-        request's prompt, where a prefix-aware policy is configured) from this
-        call's arguments.
+        `hint` is for Serve's request router, which has read it when it chose this replica.
         """
-        lease_id = self._leases.grant()
-        yield Endpoint(url=self._url, replica=self._replica_id, lease_id=lease_id)
-        await self._leases.wait_until_ended(lease_id)
+        with self._leases.granted() as lease_id:
+            yield Endpoint(
+                url=self._server.url,
+                replica=self._replica_id,
+                lease_id=lease_id,
+                node=self._node,
+                socket=self._server.socket_path,
+                unfit=self._unfit,
+            )
+            await self._leases.wait_until_ended(lease_id)
 
     async def check_health(self) -> None:
         """Raise when the engine is dead, does not answer, or is stuck with work waiting."""
@@ -79,7 +141,21 @@ class VllmEngine(LLMServer):
             raise EngineHungError(
                 f"the engine core has not answered within {ENGINE_REPLY_WITHIN_S:.0f} s"
             ) from None
-        self._watch.check(has_work=self._leases.open_count > 0)
+        self._watch.check(has_work=self._leases.running_count > 0)
+        self._watch_acceptance()
+
+    def _watch_acceptance(self) -> None:
+        collapse = self._acceptance.look(drafting.read())
+        if collapse == self._collapse:
+            return
+        if collapse and not self._collapse:
+            logger.error("drafting has collapsed: %s", collapse)
+            if self._probes.on_collapse == "drain":
+                self._unfit = self._unfit or f"drafting has collapsed: {collapse}"
+        elif not collapse:
+            logger.warning("drafting has recovered: %s", self._acceptance.window)
+        self._collapse = collapse
+        COLLAPSED.set(bool(collapse))
 
 
 class _ProgressWatch:
@@ -90,7 +166,7 @@ class _ProgressWatch:
         self._moved_at = time.monotonic()
 
     def check(self, *, has_work: bool) -> None:
-        steps = _engine_steps()
+        steps = _engine_steps() if has_work else -1.0
         if steps != self._steps or not has_work:
             self._steps, self._moved_at = steps, time.monotonic()
         elif time.monotonic() - self._moved_at > STALLED_AFTER_S:
@@ -101,10 +177,9 @@ class _ProgressWatch:
 
 def _engine_steps() -> float:
     """Engine steps so far, from vLLM's own Prometheus metrics."""
-    for metric in REGISTRY.collect():
-        if metric.name == "vllm:iteration_tokens_total":
-            return sum(s.value for s in metric.samples if s.name.endswith("_count"))
-    return -1.0
+    # All metrics together would take some milliseconds.
+    found = REGISTRY.restricted_registry([STEPS_METRIC]).collect()
+    return sum(sample.value for metric in found for sample in metric.samples)
 
 
 class _LeaseTracker:
@@ -124,35 +199,3 @@ class _LeaseTracker:
             await self._app(scope, receive, send)
         finally:
             self._leases.request_ended(lease_id)
-
-
-class _EmbeddedServer(uvicorn.Server):
-    """uvicorn on the replica's event loop; Serve, not uvicorn, handles signals."""
-
-    def __init__(self, app: AsgiApp, host: str) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host=host,
-                port=0,
-                log_level="warning",
-                access_log=False,
-                timeout_keep_alive=75,
-            )
-        )
-        self._task: asyncio.Task[None] | None = None
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def start(self) -> str:
-        """Open the port and return its URL."""
-        self._task = asyncio.create_task(self.serve())
-        while not self.started:
-            if self._task.done():
-                self._task.result()
-                raise RuntimeError("the engine's HTTP port could not be opened")
-            await asyncio.sleep(0.01)
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        return f"http://{host}:{port}"

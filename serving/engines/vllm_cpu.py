@@ -1,4 +1,4 @@
-"""Cures two faults of vLLM's CPU build; vLLM loads it in each of its processes, as a plugin.
+"""Cures four faults of vLLM's CPU build; vLLM loads it in each of its processes, as a plugin.
 
 Sampling: vLLM 0.32 on a CPU gives the rejection sampler's `_expand` its tensors
 converted to int64 and drops the result, so that drafting at a temperature above 0
@@ -9,13 +9,28 @@ One-token prompts: the convolution of the gated-delta-net layers wants its input
 [channels, tokens] with a stride of `channels` between tokens. Cut from a wider
 tensor, one lone token keeps that tensor's stride, the kernel refuses it, and the
 engine dies. Here the stride is put right, which for one token moves no data.
+
+Drafting: the same convolution, with drafting on, takes a loop in Python over the
+sequences unless the CPU has AMX, although its kernel, as the weights are packed
+for it, wants no more than AVX-512 BF16. Here it is used wherever it runs.
+
+Waiting: the engine core and its worker wait for each other by asking all the time
+and yielding in between. That takes the cores the model is to run on, and since Linux
+6.18, where yielding gives up more than a turn, whoever else wants a core may wait for
+half a second: streams stand still and then come at once. Here they sleep until told.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+# The message that wakes a sleeper may be dropped, so none sleeps longer in a busy engine.
+WAKE_AFTER_MS = 1
+BUSY_FOR_S = 1.0
 
 
 def register() -> None:
@@ -24,6 +39,7 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
+    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.v1.sample import rejection_sampler
 
@@ -34,7 +50,22 @@ def register() -> None:
         return result
 
     gdn_attention._causal_conv1d_fwd_cpu = convolve_any_length
+    # Asked beside AMX wherever vLLM chooses; on Arm its own answer stays.
+    if torch.cpu._is_avx512_bf16_supported():
+        gdn_attention.is_arm_bf16 = lambda: True
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    shm_broadcast.SpinCondition.wait = wait_asleep(shm_broadcast.SpinCondition.wait)
+
+
+def wait_asleep(wait: Callable[..., None]) -> Callable[..., None]:
+    """A `SpinCondition.wait` that polls the notification's socket where `wait` would yield."""
+
+    def asleep(condition: Any, timeout_ms: int | None = None) -> None:
+        condition.busy_loop_s = -1  # never yields
+        busy = time.monotonic() <= condition.last_read + BUSY_FOR_S
+        wait(condition, WAKE_AFTER_MS if busy else timeout_ms)
+
+    return asleep
 
 
 def with_token_stride(x: torch.Tensor) -> torch.Tensor:

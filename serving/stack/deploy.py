@@ -20,12 +20,15 @@ from serving.engines.vllm import HEALTH_CHECK_PERIOD_S, VllmEngine
 from serving.gateway.deployment import build_gateway
 from serving.stack import update
 from serving.stack.engine_plan import EnginePlan, plan_engines
-from serving.stack.events import DRAINING, ENDED, Outcome, Step
+from serving.stack.events import DRAINING, ENDED, UNFIT, Outcome, Step
 from serving.stack.gateway_plan import GATEWAY_APP, GatewayPlan, plan_gateway
 from serving.stack.spec import GatewaySpec, StackSpec
 from serving.stack.watch import (
     DeployError,
+    applications,
     engine_applications,
+    replicas_of,
+    unfit,
     wait_until_gone,
     wait_until_running,
 )
@@ -49,6 +52,8 @@ def start(stack: StackSpec, emit: Emit) -> Outcome:
     )
     _run([*map(_engine_target, plans), _gateway_target(plan_gateway(stack, plans))])
     wait_until_running(_labels(plans) | {GATEWAY_APP: GATEWAY_APP}, emit)
+    for label, reason in _unfit_ones(plans).items():
+        emit(Step(name=label, step=UNFIT, detail=reason))
     return Outcome(text="ready")
 
 
@@ -56,8 +61,9 @@ def change(old: StackSpec, new: StackSpec, emit: Emit) -> Outcome:
     """Turn the running stack `old` into `new` without losing a request.
 
     New engines load beside the old; the gateway's table is switched when they are
-    ready; then the old drain and end. Where a new engine fails, everything is as
-    before. Raises UpdateRefused before, and DeployError after, anything was touched.
+    ready; then the old drain and end. Where a new engine does not start or fails a probe,
+    everything is as before. Raises UpdateRefused before, and DeployError after, anything
+    was touched.
     """
     update.refuse_fixed_fields(old, new)
     before, after = plan_engines(old), plan_engines(new)
@@ -85,15 +91,25 @@ def _start_and_switch(plan: update.UpdatePlan, gateway: GatewayPlan, emit: Emit)
     if moving:
         _run([_engine_target(engine) for engine in moving])
         wait_until_running(_labels(moving), emit)
+    for label, reason in _unfit_ones(plan.start).items():
+        raise DeployError(f"{label} is not fit to serve: {reason}")
     _run([_gateway_target(gateway)])
     wait_until_running({GATEWAY_APP: GATEWAY_APP}, emit)
 
 
+def _unfit_ones(plans: Sequence[EnginePlan]) -> dict[str, str]:
+    """The engines that failed a probe, by label, and why; one that is idle is not asked."""
+    awake = {name for name, known in applications().items() if replicas_of(known)[0]}
+    reasons = {label: unfit(name) for name, label in _labels(plans).items() if name in awake}
+    return {label: reason for label, reason in reasons.items() if reason}
+
+
 def _undo(plan: update.UpdatePlan, before: Sequence[EnginePlan], gateway: GatewayPlan) -> None:
-    """As it was: the table first, so that no request is sent to what goes."""
+    """As it was: the table before the deletion, so that no request is sent to what goes."""
     changed = {engine.app_name for engine in plan.change}
-    _run([_gateway_target(gateway)])
+    # Before the gateway, which makes its handles by what Serve has of the engines then.
     _run([_engine_target(engine) for engine in before if engine.app_name in changed])
+    _run([_gateway_target(gateway)])
     for engine in plan.start:
         serve.delete(engine.app_name, _blocking=False)
 

@@ -13,7 +13,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.stack.settings import AutoscalingSpec, EngineSettings, overlay
+from serving.engines.probe_settings import Probes
+from serving.router.balancing import Balancing
+from serving.stack.settings import AutoscalingSpec, EngineSettings, ProbesSpec, overlay
 from serving.stack.spec import InlineModel, ModelSpec, StackSpec
 
 CPU = "cpu"
@@ -24,6 +26,7 @@ MAX_NUM_SEQS = {True: 16, False: 64}
 CPU_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # A host that is allowed could otherwise send the engine on to one that is not.
 IMAGES_ENV = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}
+RESPONSES_STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
 # vLLM takes an empty list for "every host"; this name can never resolve (RFC 6761).
 NO_HOST = "none.invalid"
 
@@ -65,11 +68,19 @@ class EnginePlan:
     """None where `autoscaling` decides."""
     autoscaling: AutoscalingSpec | None = field(default=None)
     max_ongoing_requests: int = 1
+    max_queued_requests: int | None = None
     max_model_len: int = 1
     max_num_seqs: int = 1
     speculative: dict[str, Any] | None = None
     drain_within_s: float = 600.0
     """Longest wait for running requests before a replica ends, seconds."""
+    balancing: Balancing = "power-of-two"
+    """How Serve chooses between the replicas."""
+
+    @property
+    def keeps_responses(self) -> bool:
+        """Whether vLLM keeps responses for `previous_response_id`; 0.32 does not by default."""
+        return self.env.get(RESPONSES_STORE, "0") not in ("", "0")
 
 
 def plan_engines(stack: StackSpec) -> tuple[EnginePlan, ...]:
@@ -98,6 +109,8 @@ def _plan(model: ModelSpec, variant: str, longest_request_s: float) -> EnginePla
     vllm_args |= settings.engine_args
     frontend_args = _frontend_args(settings)
     env = (CPU_ENV if on_cpu else {}) | (IMAGES_ENV if settings.images else {}) | settings.env
+    caches = bool(vllm_args["enable_prefix_caching"])
+    env |= _probes(settings, drafts=speculative is not None, caches=caches).to_environment()
     gpus = 0 if on_cpu else _processes(settings)
     num_cpus = 1.0 if settings.num_cpus is None else settings.num_cpus
     decides = (model.gpu, gpus, num_cpus, vllm_args, frontend_args, env)
@@ -118,10 +131,12 @@ def _plan(model: ModelSpec, variant: str, longest_request_s: float) -> EnginePla
         replicas=None if settings.autoscaling else settings.replicas or 1,
         autoscaling=_autoscaling(settings.autoscaling, max_num_seqs),
         max_ongoing_requests=settings.max_ongoing_requests or 2 * max_num_seqs,
+        max_queued_requests=settings.max_queued_requests,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         speculative=speculative,
         drain_within_s=longest_request_s,
+        balancing=model.routing.balancing,
     )
 
 
@@ -149,6 +164,22 @@ def _frontend_args(settings: EngineSettings) -> dict[str, Any]:
     return {"enable_auto_tool_choice": True, "tool_call_parser": settings.tool_call_parser}
 
 
+def _probes(settings: EngineSettings, *, drafts: bool, caches: bool) -> Probes:
+    asked = settings.probes or ProbesSpec()
+    if not asked.enabled or not (drafts or settings.probes):
+        return Probes()
+    parses = settings.tool_call_parser is not None
+    return Probes(
+        acceptance=drafts and asked.acceptance is not False,
+        prefix=caches if asked.prefix is None else asked.prefix,
+        tools=parses if asked.tools is None else asked.tools,
+        long_context_tokens=asked.long_context_tokens if drafts else None,
+        **asked.model_dump(
+            include={"drafts", "min_acceptance", "within_s", "on_collapse"},
+        ),
+    )
+
+
 def _processes(settings: EngineSettings) -> int:
     """GPUs one replica takes: one per tensor, pipeline and data parallel rank."""
     tensor, pipeline = settings.tensor_parallel_size or 1, settings.pipeline_parallel_size or 1
@@ -166,8 +197,8 @@ def _autoscaling(spec: AutoscalingSpec | None, max_num_seqs: int) -> Autoscaling
 def _app_name(model_id: str, variant: str, decides: tuple[Any, ...]) -> str:
     """`engine-<model>-<variant>-<hash>`, the hash over all that needs a new engine process.
 
-    Left out: replicas, autoscaling and max_ongoing_requests, which Ray Serve
-    changes on a running engine; aliases and the default variant, which are rows
+    Left out: replicas, autoscaling, max_ongoing_requests and balancing, which Ray
+    Serve changes on a running engine; aliases and the default variant, which are rows
     of the gateway's table.
     """
     text = json.dumps([model_id, variant, *decides], sort_keys=True)

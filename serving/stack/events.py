@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 STARTING, READY, FAILED = "starting process", "ready", "failed"
 WAITING, LOADING, DRAINING, ENDED = "waiting for resources", "loading", "draining", "ended"
+UNFIT = "not fit to serve"
+IDLE = "idle"
+"""Scaled to zero: it loads for the next request."""
 
 
 class _Event(BaseModel):
@@ -55,6 +58,8 @@ class EngineStatus(_Event):
     state: str
     running_replicas: int
     wanted_replicas: int
+    starting_for_s: float | None = None
+    """Seconds since the first of its starting replicas began; None where none is starting."""
     max_model_len: int
     speculative: dict[str, Any] | None
     message: str = ""

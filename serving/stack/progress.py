@@ -18,10 +18,19 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from serving.stack.events import DRAINING, ENDED, FAILED, READY, WAITING, Step
+from serving.stack.events import DRAINING, ENDED, FAILED, IDLE, READY, UNFIT, WAITING, Step
 
-STYLES = {READY: "green", FAILED: "red", WAITING: "yellow", ENDED: "dim", DRAINING: "cyan"}
-_STILL = (READY, FAILED, ENDED)
+STYLES = {
+    READY: "green",
+    FAILED: "red",
+    UNFIT: "red",
+    WAITING: "yellow",
+    ENDED: "dim",
+    IDLE: "dim",
+    DRAINING: "cyan",
+}
+MARKS = {READY: "✓", FAILED: "✗", UNFIT: "✗"}
+_STILL = (READY, FAILED, UNFIT, ENDED, IDLE)
 
 
 @dataclass(slots=True)
@@ -76,7 +85,7 @@ class Progress:
         now = self._clock()
         for name, row in self._rows.items():
             still = row.step in _STILL
-            mark = Text({READY: "✓", FAILED: "✗"}.get(row.step, "·"), STYLES.get(row.step, ""))
+            mark = Text(MARKS.get(row.step, "·"), STYLES.get(row.step, ""))
             table.add_row(
                 mark if still else self._spinner,
                 name,

@@ -22,10 +22,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import psutil
 
+from serving import processes
 from serving.engines.keys import make_key_file
 from serving.stack.environment import MARK, free_port, ray_environment, ray_token
 from serving.stack.spec import StackSpec
@@ -34,8 +35,6 @@ HOME_VARIABLE = "MOE_SERVING_HOME"
 # Ray answers SIGTERM in under a second; what has not gone by then hangs.
 TERMINATE_WITHIN_S = 5.0
 KILL_WITHIN_S = 5.0
-# Python's own name for a block; one that is freed already shows as `(deleted)`.
-SHARED_MEMORY = "/dev/shm/psm_"
 # A process may start another one while it is being ended.
 KILL_ROUNDS = 5
 
@@ -127,15 +126,7 @@ def exclusive() -> Iterator[None]:
 
 def own_processes() -> list[psutil.Process]:
     """Every living process that a stack of this state folder started."""
-    mark = str(home())
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
+    return processes.marked(MARK, str(home()))
 
 
 def ray_answers(run: Run) -> bool:
@@ -149,11 +140,6 @@ def ray_answers(run: Run) -> bool:
 
 
 # --- ports -------------------------------------------------------------------------------
-
-
-def port_is_free(host: str, port: int) -> bool:
-    """Whether the stack could listen on this address now."""
-    return _listen_error(host, port) is None
 
 
 def port_problem(host: str, port: int) -> str | None:
@@ -262,13 +248,8 @@ def last_lines(path: Path, count: int, limit: int = 4000) -> str:
 
 
 def shared_memory() -> frozenset[Path]:
-    """Shared memory that own processes have mapped now (vLLM's, between its processes)."""
-    found = set()
-    for process in own_processes():
-        with contextlib.suppress(OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-            found |= {word for word in maps.split() if word.startswith(SHARED_MEMORY)}
-    return frozenset(map(Path, found))
+    """Shared memory that own processes have mapped now."""
+    return processes.shared_memory(own_processes())
 
 
 def drop_shared_memory(before: frozenset[Path]) -> None:
@@ -291,10 +272,10 @@ def mark_stopping() -> None:
 
 def end_processes() -> int:
     """End what is left of this state folder's stack, and forget it; returns how many there were."""
-    processes = own_processes()
-    for process in processes:
+    living = own_processes()
+    for process in living:
         _signal(process, kill=False)
-    psutil.wait_procs(processes, timeout=TERMINATE_WITHIN_S)
+    psutil.wait_procs(living, timeout=TERMINATE_WITHIN_S)
     for _ in range(KILL_ROUNDS):
         left = own_processes()
         if not left:
@@ -305,12 +286,12 @@ def end_processes() -> int:
     if run := running():
         shutil.rmtree(run["temp"], ignore_errors=True)
     (home() / "run.json").unlink(missing_ok=True)
-    return len(processes)
+    return len(living)
 
 
 def describe(processes: list[psutil.Process]) -> str:
     """Names and process ids, at most five, for a message."""
-    parts: list[Any] = []
+    parts: list[str] = []
     for process in processes[:5]:
         with contextlib.suppress(psutil.Error):
             parts.append(f"{process.name()} {process.pid}")

@@ -47,6 +47,9 @@ _REFUSED_ARGS = {
     "hf_token": "set HF_TOKEN in the environment instead",
 }
 
+# How often Ray Serve 2.60 hears of running requests, seconds; an average needs more than one.
+METRICS_INTERVAL_S = 10
+
 
 class Spec(BaseModel):
     """Base of every block of a stack file: no unknown keys, no conversions, no changes.
@@ -69,12 +72,29 @@ class ImagesSpec(Spec):
 
 
 class AutoscalingSpec(Spec):
-    """Ray Serve's autoscaling of one engine."""
+    """Ray Serve's autoscaling of one engine: its own names, meanings and defaults."""
 
-    min_replicas: int = Field(default=1, ge=0, description="replicas kept when idle")
+    min_replicas: int = Field(
+        default=1, ge=0, description="replicas kept when idle; 0: a request starts the first"
+    )
+    initial_replicas: int | None = Field(
+        default=None, ge=0, description="replicas that `up` starts; min_replicas"
+    )
     max_replicas: int = Field(ge=1, description="most replicas")
     target_ongoing_requests: int | None = Field(
         default=None, ge=1, description="requests per replica aimed at; 3/4 of max_num_seqs"
+    )
+    look_back_period_s: float = Field(
+        default=30, gt=METRICS_INTERVAL_S, description="requests are averaged over so long, seconds"
+    )
+    upscale_delay_s: float = Field(
+        default=30, ge=0, description="too few replicas for so long: more, seconds"
+    )
+    downscale_delay_s: float = Field(
+        default=600, ge=0, description="too many replicas for so long: fewer, seconds"
+    )
+    downscale_to_zero_delay_s: float | None = Field(
+        default=None, ge=0, description="the same for the last one; downscale_delay_s"
     )
 
     @model_validator(mode="after")
@@ -82,7 +102,44 @@ class AutoscalingSpec(Spec):
         if self.min_replicas > self.max_replicas:
             text = f"found {self.min_replicas}, above max_replicas ({self.max_replicas}); lower it"
             raise FieldError(text, "min_replicas")
+        first = self.initial_replicas
+        if first is not None and not self.min_replicas <= first <= self.max_replicas:
+            bounds = f"min_replicas ({self.min_replicas}) and max_replicas ({self.max_replicas})"
+            raise FieldError(f"found {first}; choose a number between {bounds}", "initial_replicas")
+        if self.downscale_to_zero_delay_s is not None and self.min_replicas > 0:
+            raise FieldError(
+                f"given, but min_replicas is {self.min_replicas}, so the last replica stays; "
+                "remove it, or set min_replicas: 0",
+                "downscale_to_zero_delay_s",
+            )
         return self
+
+
+class ProbesSpec(Spec):
+    """What an engine is asked before it takes requests, and what is watched while it runs."""
+
+    enabled: bool = Field(default=True, description="false: none of the below")
+    acceptance: bool | None = Field(
+        default=None, description="is enough of what it drafts accepted; on where it drafts"
+    )
+    min_acceptance: float = Field(
+        default=0.1, ge=0, lt=1, description="accepted / drafted tokens, at least"
+    )
+    drafts: int = Field(default=200, ge=1, description="drafts looked at, at least")
+    prefix: bool | None = Field(
+        default=None, description="is an answer the same from cache; on with prefix caching"
+    )
+    tools: bool | None = Field(
+        default=None, description="is a streamed call parsed; on with a tool_call_parser"
+    )
+    long_context_tokens: int | None = Field(
+        default=None, ge=1, description="acceptance after so many tokens too; off where absent"
+    )
+    within_s: float = Field(default=120.0, gt=0, description="for all probes together, seconds")
+    on_collapse: Literal["warn", "drain"] = Field(
+        default="warn",
+        description="when acceptance collapses later: log and count it, or take no more requests",
+    )
 
 
 class EngineSettings(Spec):
@@ -125,7 +182,13 @@ class EngineSettings(Spec):
     max_ongoing_requests: int | None = Field(
         default=None, ge=1, description="requests a replica takes before others wait; 2 x seqs"
     )
+    max_queued_requests: int | None = Field(
+        default=None, ge=0, description="requests that may wait for the variant; 4 for each slot"
+    )
     num_cpus: float | None = Field(default=None, ge=0, description="cores Ray sets aside")
+    probes: ProbesSpec | None = Field(
+        default=None, description="questions before it serves; on for what drafts"
+    )
     env: dict[str, str] = Field(default={}, description="environment of the engine; no secrets")
     engine_args: dict[str, Any] = Field(
         default={}, description="any other argument of vLLM, by its own name"

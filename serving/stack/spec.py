@@ -1,8 +1,9 @@
 """The stack file's own shape: one file is one deployment.
 
 Owns the gateway's, the models' and the variants' blocks and the rules between
-them. Leaves an engine's settings to `settings`, drafting to `speculative`, what
-a vLLM process is started with to `engine_plan`, and reading files to `load`.
+them. Leaves an engine's settings to `settings`, drafting to `speculative`, the choice
+between variants to `router.settings`, what a vLLM process is started with to
+`engine_plan`, and reading files to `load`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from serving import catalog
 from serving.catalog.errors import CatalogError, FieldError
+from serving.router.settings import Bounds, RoutingSpec
 from serving.stack.settings import EngineSettings, Spec
 from serving.stack.speculative import SpeculativeSpec
 
@@ -75,8 +77,22 @@ class GatewaySpec(Spec):
     queue_timeout_s: float = Field(
         default=30, gt=0, description="longest wait for a free slot of an engine, seconds"
     )
+    wake_timeout_s: float = Field(
+        default=300,
+        gt=0,
+        description="longest wait for an engine that was scaled to zero, seconds",
+    )
+    first_byte_timeout_s: float = Field(
+        default=300, gt=0, description="longest silence before a stream's first part, seconds"
+    )
+    between_bytes_timeout_s: float = Field(
+        default=120, gt=0, description="longest silence between a stream's parts, seconds"
+    )
     keep_alive_s: float = Field(
         default=15, ge=0, description="silence before an SSE comment, seconds; 0 turns it off"
+    )
+    limits: Bounds = Field(
+        default=Bounds(queued=1024), description="requests of all models: running, queued"
     )
     cors_origins: tuple[str, ...] = Field(
         strict=False, default=(), description="web origins that may call"
@@ -126,8 +142,12 @@ class ModelSpec(EngineSettings):
     )
     aliases: tuple[str, ...] = Field(strict=False, default=(), description="other names for id")
     gpu: str = Field(description="GPU class in the catalogue; cpu for none")
+    limits: Bounds = Field(
+        default=Bounds(), description="requests of all its variants: running, queued"
+    )
     default_variant: str = Field(description="the variant that answers where none is asked for")
     variants: dict[str, VariantSpec] = Field(min_length=1, description="by name, as plain or mtp")
+    routing: RoutingSpec = Field(default=RoutingSpec(), description="which variant answers")
 
     @model_validator(mode="before")
     @classmethod
@@ -187,6 +207,7 @@ class ModelSpec(EngineSettings):
         self._check_format(source)
         if self.gpu == "cpu":
             self._check_cpu(source)
+        self._check_routing()
         return self
 
     def checked_source(self) -> InlineModel:
@@ -255,6 +276,13 @@ class ModelSpec(EngineSettings):
                     "prefix_caching",
                 )
 
+    def _check_routing(self) -> None:
+        drafting = {name: block.speculative is not None for name, block in self.variants.items()}
+        try:
+            self.routing.check((self.id, *self.aliases), drafting)
+        except FieldError as error:
+            raise FieldError(str(error), "routing", *error.path) from None
+
     def _blocks(self) -> list[tuple[EngineSettings, tuple[str, ...]]]:
         """The model's own settings and each variant's, with the path that leads there."""
         variants = self.variants.items()
@@ -292,6 +320,25 @@ class StackSpec(Spec):
                     text = f"{name!r} is taken by {taken[name]}; choose another name"
                     raise FieldError(text, "models", i, *place)
                 taken[name] = where
+        return self
+
+    @model_validator(mode="after")
+    def _fallbacks_exist(self) -> Self:
+        served = {name: model for model in self.models for _, name in _names(model)}
+        listed = [
+            (("models", i, "routing", "fallback", j), each)
+            for i, model in enumerate(self.models)
+            for j, each in enumerate(model.routing.fallback)
+            if isinstance(each, str)
+        ]
+        for path, found in listed:
+            name, separator, variant = found.partition("@")
+            if name not in served:
+                known = ", ".join(served)
+                raise FieldError(f"found {found!r}; the stack serves {known}", *path)
+            if separator and variant not in served[name].variants:
+                known = ", ".join(served[name].variants)
+                raise FieldError(f"found {found!r}; {name} has the variants {known}", *path)
         return self
 
 

@@ -13,6 +13,10 @@ from serving.stack.engine_plan import EnginePlan
 from serving.stack.gateway_plan import FIXED_FIELDS, plan_gateway
 from serving.stack.spec import StackSpec
 
+# Serve's tree of prompts is an actor, which Ray places only where a core is free, and then
+# takes none. Until it is placed, the gateway would wait for it with all its requests.
+PREFIX_TREE_CPUS = 1.0
+
 
 class UpdateRefused(ValueError):
     """This update cannot be made on a running stack; the text names the field and the cure."""
@@ -57,7 +61,13 @@ def plan_update(
 
 def _scaling(plan: EnginePlan) -> tuple[object, ...]:
     """What Ray Serve changes on a running engine."""
-    return (plan.replicas, plan.autoscaling, plan.max_ongoing_requests, plan.drain_within_s)
+    return (
+        plan.replicas,
+        plan.autoscaling,
+        plan.max_ongoing_requests,
+        plan.drain_within_s,
+        plan.balancing,
+    )
 
 
 def refuse_fixed_fields(old: StackSpec, new: StackSpec) -> None:
@@ -73,9 +83,7 @@ def refuse_fixed_fields(old: StackSpec, new: StackSpec) -> None:
 
 
 def _shown(value: object) -> str:
-    if value is None or value == ():
-        return "none"
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+    return "none" if value is None else str(value)
 
 
 def gateway_changes(
@@ -87,7 +95,10 @@ def gateway_changes(
 
 def resources_for(plans: Iterable[EnginePlan]) -> dict[str, float]:
     """GPUs and cores, as Ray counts them, that these engines take at their fewest replicas."""
+    plans = tuple(plans)
     need = {"GPU": 0.0, "CPU": 0.0}
+    if any(plan.balancing == "prefix-aware" for plan in plans):
+        need["CPU"] += PREFIX_TREE_CPUS
     for plan in plans:
         replicas = fewest_replicas(plan)
         need["GPU"] += plan.gpus * replicas
@@ -96,8 +107,11 @@ def resources_for(plans: Iterable[EnginePlan]) -> dict[str, float]:
 
 
 def fewest_replicas(plan: EnginePlan) -> int:
-    """Replicas that run even when idle."""
-    return plan.autoscaling.min_replicas if plan.autoscaling else plan.replicas or 1
+    """Replicas that run when the stack starts, and idle ones stay."""
+    scaling = plan.autoscaling
+    if scaling is None:
+        return plan.replicas or 1
+    return max(scaling.min_replicas, scaling.initial_replicas or 0)
 
 
 def grown(old: Sequence[EnginePlan], change: Sequence[EnginePlan]) -> dict[str, float]:

@@ -6,19 +6,29 @@ the `driver` process.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationDetails, DeploymentDetails, ServeInstanceDetails
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import (
+    ApplicationDetails,
+    DeploymentDetails,
+    ReplicaDetails,
+    ServeInstanceDetails,
+)
 from ray.util import placement_group_table
 
 from serving.stack.engine_plan import ENGINE_PREFIX
-from serving.stack.events import FAILED, LOADING, READY, STARTING, WAITING, Step
+from serving.stack.events import FAILED, IDLE, LOADING, READY, STARTING, WAITING, Step
 
 POLL_EVERY_S = 0.5
+UNFIT_WITHIN_S = 5.0
 MESSAGE_LINES = 8
 MESSAGE_CHARACTERS = 1200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -53,13 +63,13 @@ def engine_applications() -> frozenset[str]:
 
 
 def wait_until_running(labels: Mapping[str, str], emit: Callable[[Step], None]) -> None:
-    """Return when every application runs; `labels` gives the name to show for each.
+    """Return when every application runs or is idle; `labels` gives the name to show for each.
 
     Emits each change of a step. Raises DeployError on the first that fails.
     """
     shown: dict[str, tuple[str, str]] = {}
     while True:
-        known, pending = applications(), _unplaced()
+        known, pending = applications(), unplaced()
         for name, label in labels.items():
             step, detail = step_of(known.get(name), waits=any(name in p for p in pending))
             if shown.get(name) != (step, detail):
@@ -68,9 +78,24 @@ def wait_until_running(labels: Mapping[str, str], emit: Callable[[Step], None]) 
             if step == FAILED:
                 text = f"{label} did not start: {message_of(known[name])}"
                 raise DeployError(text, dead_workers(known[name]))
-        if all(step == READY for step, _ in shown.values()):
+        if all(step in (READY, IDLE) for step, _ in shown.values()):
             return
         time.sleep(POLL_EVERY_S)
+
+
+def unfit(app_name: str) -> str:
+    """Why a running engine should get no request, by its own word; empty where it should."""
+
+    async def ask() -> str:
+        # With Serve's throughput settings a handle belongs to the event loop it is made on.
+        handle = serve.get_app_handle(app_name).options(method_name="unfit")
+        async with asyncio.timeout(UNFIT_WITHIN_S):
+            return str(await handle.remote())
+
+    try:
+        return asyncio.run(ask())
+    except (TimeoutError, RayError, RayServeException):
+        return ""
 
 
 def wait_until_gone(names: Collection[str], deadline: float) -> list[str]:
@@ -87,17 +112,16 @@ def step_of(application: ApplicationDetails | None, *, waits: bool) -> tuple[str
     if application is None:
         return STARTING, ""
     status = application.status.value
-    if status == "RUNNING":
-        return READY, ""
+    running, wanted = replicas_of(application)
+    # One that scales by itself is running for Serve while it has no replica, too.
+    if status == "RUNNING" and (running or not wanted):
+        return (READY if running else IDLE), ""
     if status in ("DEPLOY_FAILED", "UNHEALTHY"):
         return FAILED, ""
-    replicas = [r for d in application.deployments.values() for r in d.replicas]
-    running = sum(replica.state.value == "RUNNING" for replica in replicas)
-    wanted = sum(d.target_num_replicas for d in application.deployments.values())
     detail = f"{running} of {wanted} replicas" if wanted > 1 else ""
     if waits:
         return WAITING, detail
-    starting = [r for r in replicas if r.state.value != "RUNNING"]
+    starting = _starting(application)
     if starting and all(replica.pid is not None for replica in starting):
         return LOADING, detail
     return STARTING, detail
@@ -108,6 +132,17 @@ def replicas_of(application: ApplicationDetails) -> tuple[int, int]:
     deployments: list[DeploymentDetails] = list(application.deployments.values())
     running = sum(r.state.value == "RUNNING" for d in deployments for r in d.replicas)
     return running, sum(d.target_num_replicas for d in deployments)
+
+
+def starting_for_s(application: ApplicationDetails, now: float) -> float | None:
+    """Seconds up to `now`, in Unix time, since the first starting replica began; None: none is."""
+    began = [replica.start_time_s for replica in _starting(application)]
+    return max(now - min(began), 0.0) if began else None
+
+
+def _starting(application: ApplicationDetails) -> list[ReplicaDetails]:
+    replicas = [r for d in application.deployments.values() for r in d.replicas]
+    return [r for r in replicas if r.state.value not in ("RUNNING", "STOPPING")]
 
 
 def message_of(application: ApplicationDetails) -> str:
@@ -133,7 +168,7 @@ def dead_workers(application: ApplicationDetails) -> list[str]:
     return [replica.worker_id for replica in found if replica.worker_id]
 
 
-def _unplaced() -> list[str]:
+def unplaced() -> list[str]:
     """Names of the replicas for which Ray has not found room."""
     table = placement_group_table().values()
     return [row["name"] for row in table if row["state"] == "PENDING"]

@@ -125,13 +125,8 @@ def _check_header(path: Path) -> None:
 
 
 def _pull(source: Source, console: Console, endpoint: str | None, cache: Path | None) -> None:
-    try:
-        from huggingface_hub import HfApi
-    except ImportError:
-        raise WeightsError(
-            "pull needs huggingface_hub, which comes with the engines: "
-            "pip install 'moe-serving[cpu]' or 'moe-serving[gpu]'"
-        ) from None
+    from huggingface_hub import HfApi
+
     api = HfApi(endpoint=endpoint)
     with console.status(f"asking for {source}"):
         commit, files = _guarded(source, lambda: _describe(api, source))

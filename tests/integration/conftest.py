@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
 from serving.stack.runtime import HOME_VARIABLE
-from tests.integration.harness import RunningStack, wait_until
+from tests.conftest import CHANGING_THE_STACK
+from tests.integration.harness import VARIANTS, RunningStack, wait_until
 
 
 @pytest.fixture(scope="session")
@@ -35,13 +36,30 @@ def _start(running: RunningStack) -> None:
         pytest.fail(f"up failed:\n{result.stdout}\n{running.log_tail()}", pytrace=False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails is shown with what the stack itself had to say."""
+    report = yield
+    running = getattr(item, "funcargs", {}).get("stack")
+    if report.when == "call" and report.failed and isinstance(running, RunningStack):
+        report.sections.append(("Serve's warnings", running.serve_warnings()))
+    return report
+
+
 @pytest.fixture(autouse=True)
 def _leases_released(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test did, no slot of an engine stays taken."""
     yield
-    if "stack" in request.fixturenames and request.path.name != "test_faults.py":
-        running: RunningStack = request.getfixturevalue("stack")
-        wait_until(lambda: running.leases() == 0, 10, "every lease is released")
+    if "stack" not in request.fixturenames or request.path.name == "test_faults.py":
+        return
+    running: RunningStack = request.getfixturevalue("stack")
+    wait_until(lambda: running.leases() == 0, 10, "every lease is released")
+    # In the others engines come and go.
+    if request.path.name not in CHANGING_THE_STACK:
+        none = dict.fromkeys(VARIANTS, 0.0)
+        wait_until(lambda: running.replica_leases() == none, 15, "no replica holds a slot")
 
 
 @pytest.fixture

@@ -7,11 +7,15 @@ into its processes. Leaves what must hold to the tests.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +25,13 @@ import httpx
 import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save_file
 
 from serving.engines.keys import ENGINE_KEY_HEADER
 from serving.stack.environment import free_port
 from serving.stack.runtime import HOME_VARIABLE, log_file, own_processes
+from serving.studies.chaos.processes import ended as ended
+from serving.studies.chaos.processes import title
 
 PROMPT = "def add(a, b):"
 CODE_PROMPTS = (
@@ -42,7 +49,7 @@ COMMAND = str(Path(sys.executable).parent / "moe-serving")
 
 # Small limits where a test has to reach them, and room for a second engine beside the
 # others when one is replaced: Ray counts 2 cores.
-_ENGINE = {"gpu": "cpu", "num_cpus": 0.3, "max_model_len": 4096, "max_num_seqs": 16}
+_ENGINE = {"gpu": "cpu", "num_cpus": 0.2, "max_model_len": 4096, "max_num_seqs": 16}
 STACK: Mapping[str, Any] = {
     "schema": 1,
     "name": "integration",
@@ -73,6 +80,8 @@ STACK: Mapping[str, Any] = {
         },
     ],
 }
+# What tiny-dense becomes, and stays, in the tests that change the stack.
+SHORTER = {"max_model_len": 2048, "aliases": ["dense", "small"]}
 VARIANTS = ("tiny-moe@mtp", "tiny-moe@plain", "tiny-dense@plain")
 
 
@@ -83,14 +92,6 @@ def wait_until(condition: Callable[[], bool], within_s: float, what: str) -> Non
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {within_s:g} s: {what}")
         time.sleep(0.1)
-
-
-def ended(process: psutil.Process) -> bool:
-    """Whether it does nothing any more; its parent may not have looked yet."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @contextlib.contextmanager
@@ -118,6 +119,85 @@ def sse_data(body: str) -> list[dict[str, Any]]:
     """The JSON of every `data:` line of an SSE body, but for the final [DONE]."""
     lines = [line[5:].strip() for line in body.splitlines() if line.startswith("data:")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+class Load:
+    """Statuses of requests sent one after the other, by a thread."""
+
+    def __init__(self, url: str, model: str, stream: bool) -> None:
+        self.outcomes: list[str] = []
+        self.streams = stream
+        self._stop = threading.Event()
+        self._body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "stream": stream}
+        self._url = url
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Load:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
+            while not self._stop.is_set():
+                self.outcomes.append(self._one(client))
+                time.sleep(0.05)
+
+    def _one(self, client: httpx.Client) -> str:
+        try:
+            reply = client.post("/v1/completions", json=self._body)
+        except httpx.HTTPError as error:
+            return type(error).__name__
+        cut = self._body["stream"] and not reply.text.rstrip().endswith("data: [DONE]")
+        return "cut" if cut else str(reply.status_code)
+
+
+class Clients:
+    """Streams and whole replies of the models, one after the other by a thread each."""
+
+    def __init__(self, url: str, *models: str) -> None:
+        self.loads = [Load(url, model, stream) for model in models for stream in (True, False)]
+
+    def __enter__(self) -> Clients:
+        for load in self.loads:
+            load.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for load in self.loads:
+            load.__exit__()
+
+    def outcomes(self, streamed: bool | None = None) -> Counter[str]:
+        """How often each status came so far; of streams or whole replies alone where told."""
+        asked = [load for load in self.loads if streamed in (None, load.streams)]
+        return Counter(outcome for load in asked for outcome in load.outcomes)
+
+    def go_on(self, requests: int = 5) -> None:
+        """Return when each of them has sent this many more requests."""
+        before = [len(load.outcomes) for load in self.loads]
+        wait_until(
+            lambda: all(
+                len(load.outcomes) >= count + requests
+                for load, count in zip(self.loads, before, strict=True)
+            ),
+            60,
+            "requests go on",
+        )
+
+
+def with_zeroed_head(checkpoint: Path, folder: Path) -> Path:
+    """A copy in which every tensor of the MTP head is 0, as an exporter's dummy is."""
+    shutil.copytree(checkpoint, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.startswith("mtp."):
+            tensor.zero_()
+    save_file(tensors, file, {"format": "pt"})
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +243,20 @@ class RunningStack:
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(dict(content), sort_keys=False))
         return path
+
+    def changed(
+        self,
+        name: str,
+        gateway: Mapping[str, Any] | None = None,
+        moe: Mapping[str, Any] | None = None,
+        dense: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """A file of the stack with other values for the gateway, tiny-moe and tiny-dense."""
+        content = copy.deepcopy(dict(STACK))
+        content["gateway"] |= gateway or {}
+        content["models"][0] |= moe or {}
+        content["models"][1] |= dense or {}
+        return self.write(name, content)
 
     def command(
         self, *arguments: str | Path, within_s: float = 60.0, home: Path | None = None
@@ -214,6 +308,15 @@ class RunningStack:
             return "\n".join(log_file().read_text(errors="replace").splitlines()[-60:])
         return "(no log)"
 
+    def serve_warnings(self, lines: int = 15) -> str:
+        """The last of them in the log of Serve's controller: replicas that failed or went."""
+        temp = Path(json.loads((self.home / "run.json").read_text())["temp"])
+        found: list[str] = []
+        for log in sorted(temp.glob("session_2*/logs/serve/controller_*.log")):
+            text = log.read_text(errors="replace").splitlines()
+            found += [line for line in text if line.startswith(("WARNING", "ERROR"))]
+        return "\n".join(line[:300] for line in found[-lines:])
+
     # --- requests ---------------------------------------------------------------------
 
     def post(self, path: str, body: Mapping[str, Any], **options: Any) -> httpx.Response:
@@ -240,6 +343,11 @@ class RunningStack:
     def leases(self) -> float:
         return self.metric("moe_serving_leases")
 
+    def replica_leases(self) -> dict[str, float]:
+        """Leases that the engines' own replicas count as held."""
+        name = "moe_serving_replica_leases"
+        return {v: self.engine(v).metric(name, state="granted") for v in VARIANTS}
+
     def readiness(self) -> dict[str, str]:
         """Each variant's state by /readyz; {} where the gateway does not answer."""
         try:
@@ -260,32 +368,71 @@ class RunningStack:
     def processes(self) -> list[psutil.Process]:
         return own_processes()
 
+    def replica_processes(self, start: str) -> list[psutil.Process]:
+        """The processes of the Serve replicas whose application's name begins so."""
+        prefix = f"ray::ServeReplica:{start}"
+        return [p for p in self.processes() if title(p).startswith(prefix)]
+
     def replica_process(self, start: str) -> psutil.Process:
-        """The one process of a Serve replica whose application's name begins so."""
-        found = [p for p in self.processes() if _title(p).startswith(f"ray::ServeReplica:{start}")]
+        """The only one."""
+        found = self.replica_processes(start)
         assert len(found) == 1, f"{len(found)} replicas of {start}: {found}"
         return found[0]
 
     def engine(self, variant: str) -> Engine:
         """The one replica of `model@variant`."""
-        replica = self.replica_process(f"engine-{variant.replace('@', '-')}-")
+        found = self.engines(variant)
+        assert len(found) == 1, f"{len(found)} replicas of {variant} answer /health"
+        return found[0]
+
+    def engines(self, variant: str) -> list[Engine]:
+        """The replicas of `model@variant` whose port answers /health."""
         key = (self.home / "engine.key").read_text().split()[0]
-        for connection in replica.net_connections("tcp"):
-            # Ray's own ports listen on IPv6.
-            if connection.status != psutil.CONN_LISTEN or ":" in connection.laddr.ip:
-                continue
-            url = f"http://{connection.laddr.ip}:{connection.laddr.port}"
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
-                    return Engine(replica, url, key)
-        raise AssertionError(f"no port of {variant} answers /health")
+        found = []
+        for replica in self.replica_processes(_application(variant)):
+            for connection in replica.net_connections("tcp"):
+                # Ray's own ports listen on IPv6.
+                if connection.status != psutil.CONN_LISTEN or ":" in connection.laddr.ip:
+                    continue
+                url = f"http://{connection.laddr.ip}:{connection.laddr.port}"
+                with contextlib.suppress(httpx.HTTPError):
+                    if httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200:
+                        found.append(Engine(replica, url, key))
+        return found
+
+    def replica_count(self, variant: str) -> int:
+        """How many replicas of `model@variant` have a process."""
+        return len(self.replica_processes(_application(variant)))
+
+    def processes_of(self, name: str) -> list[psutil.Process]:
+        """Those of the stack whose command line holds `name`."""
+        return [p for p in self.processes() if name in title(p) and not ended(p)]
 
     def gateway_process(self) -> psutil.Process:
         return self.replica_process("gateway:")
 
 
-def _title(process: psutil.Process) -> str:
+@contextlib.contextmanager
+def own_stack(
+    folder: Path, content: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> Iterator[RunningStack]:
+    """A stack of this content beside the shared one, started with `moe-serving up`."""
+    running = RunningStack(folder)
+    running.environment |= environment or {}
+    before = os.environ.get(HOME_VARIABLE)
+    os.environ[HOME_VARIABLE] = str(running.home)
     try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+        with running.ended_whatever_happens():
+            file = running.write(str(content["name"]), content)
+            result = running.up(file, "--port", str(running.port))
+            assert result.returncode == 0, f"{result.stdout}\n{running.log_tail()}"
+            yield running
+    finally:
+        os.environ.pop(HOME_VARIABLE)
+        if before is not None:
+            os.environ[HOME_VARIABLE] = before
+
+
+def _application(variant: str) -> str:
+    """How the name of the application of `model@variant` begins."""
+    return f"engine-{variant.replace('@', '-')}-"

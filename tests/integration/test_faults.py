@@ -1,7 +1,8 @@
-"""Engines and the gateway die or hang; clients are told, and Serve replaces what is gone.
+"""Engines, gateway, proxy and controller die or hang; clients are told, and Serve replaces them.
 
-Each test breaks something that the one before did not, so that none waits for a
-replacement it does not need.
+Each test does it to the real stack and counts what clients saw. It breaks something that the one
+before did not, so that none waits for a replacement it does not need. The cheapest are part of
+`make test`, all of `make test-faults`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.integration.harness import (
     ENDLESS,
     PROMPT,
     VARIANTS,
+    Clients,
     RunningStack,
     ended,
     halted,
@@ -89,6 +91,7 @@ def test_a_stream_whose_engine_dies_ends_with_an_error_and_the_engine_is_replace
     assert ended(engine.replica)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_with_work_is_unhealthy_within_30_seconds(
     stack: RunningStack,
 ) -> None:
@@ -106,6 +109,7 @@ def test_an_engine_that_hangs_with_work_is_unhealthy_within_30_seconds(
     assert ask(stack, "tiny-moe@plain").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_stream_whose_whole_replica_dies_ends_with_an_error(stack: RunningStack) -> None:
     engine = stack.engine("tiny-moe@plain")
     core = engine.core
@@ -117,6 +121,17 @@ def test_a_stream_whose_whole_replica_dies_ends_with_an_error(stack: RunningStac
     wait_until(lambda: ended(core), 15, "the dead replica's engine core ends too")
 
 
+@pytest.mark.slow
+def test_a_killed_worker_takes_its_engine_along_and_the_stream_is_told(stack: RunningStack) -> None:
+    engine = stack.engine("tiny-dense@plain")
+    (worker,) = [p for p in engine.core.children() if "VLLM::Worker" in " ".join(p.cmdline())]
+    with endless_stream(stack, "tiny-dense") as lines:
+        worker.kill()
+        assert_ended_by_an_error(list(lines), "tiny-dense")
+    wait_until(lambda: ended(engine.core), 15, "the engine core without a worker ends")
+
+
+@pytest.mark.slow
 def test_every_engine_that_was_lost_is_replaced(stack: RunningStack) -> None:
     wait_until(
         lambda: stack.readiness() == dict.fromkeys(VARIANTS, "running"),
@@ -150,3 +165,57 @@ def test_a_request_whose_gateway_dies_is_answered_by_the_proxy_in_the_same_shape
     # The slot of the lost request is free again: both of this engine's can be taken.
     with ThreadPoolExecutor(2) as threads:
         assert all(threads.map(stack.answers, ["tiny-dense"] * 2))
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_slow_for_a_while_fails_no_request(stack: RunningStack) -> None:
+    engine = stack.engine("tiny-moe@mtp")
+    with Clients(stack.url, "tiny-moe@mtp", "tiny-dense") as clients:
+        clients.go_on()
+        for _ in range(3):
+            with halted(engine.core):
+                time.sleep(4)
+            clients.go_on(1)
+    assert set(clients.outcomes()) == {"200"}
+    assert engine.replica.is_running()
+
+
+@pytest.mark.slow
+def test_a_killed_proxy_is_replaced_and_cuts_only_what_it_had(stack: RunningStack) -> None:
+    with Clients(stack.url, "tiny-moe", "tiny-dense") as clients:
+        clients.go_on()
+        (proxy,) = stack.processes_of("haproxy")
+        proxy.kill()
+        wait_until(lambda: bool(stack.processes_of("haproxy")), 60, "another proxy starts")
+        wait_until(lambda: stack.answers("tiny-moe"), 60, "the address answers")
+        clients.go_on()
+    seen = clients.outcomes()
+    # One request of each client was inside it; until another listens, none can connect.
+    cut = seen["ReadError"] + seen["RemoteProtocolError"]
+    assert cut <= len(clients.loads), seen
+    assert set(seen) <= {"200", "ReadError", "RemoteProtocolError", "ConnectError"}, seen
+    assert stack.replica_leases() == dict.fromkeys(VARIANTS, 0.0)
+
+
+@pytest.mark.slow
+def test_requests_go_on_while_serves_controller_is_restarted(stack: RunningStack) -> None:
+    (controller,) = stack.processes_of("ServeController")
+    gateway = stack.gateway_process()
+    with Clients(stack.url, "tiny-moe", "tiny-dense") as clients:
+        clients.go_on()
+        controller.kill()
+        wait_until(
+            lambda: (
+                [p.pid for p in stack.processes_of("ServeController")] not in ([], [controller.pid])
+            ),
+            60,
+            "another controller starts",
+        )
+        clients.go_on(20)
+    assert set(clients.outcomes()) == {"200"}
+    assert gateway.is_running()
+    wait_until(
+        lambda: stack.readiness() == dict.fromkeys(VARIANTS, "running"),
+        60,
+        "every variant is ready",
+    )

@@ -4,67 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import signal
+import subprocess
 import threading
-import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
-import httpx
-
+from serving.demo import checkpoint_path
 from tests.integration.harness import (
+    COMMAND,
     PROMPT,
+    SHORTER,
     STACK,
+    Load,
     RunningStack,
     ended,
     halted,
     sse_data,
     wait_until,
+    with_zeroed_head,
 )
 
-
-def changed(stack: RunningStack, name: str, gateway: dict[str, Any], dense: dict[str, Any]) -> Any:
-    """The stack's file with other values for the gateway and tiny-dense."""
-    content = copy.deepcopy(dict(STACK))
-    content["gateway"] |= gateway
-    content["models"][1] |= dense
-    return stack.write(name, content)
+# Serve may give a replica that goes all of gateway.request_timeout_s to end in order.
+GONE_WITHIN_S = 150
 
 
 def replicas(stack: RunningStack) -> set[int]:
-    return {p.pid for p in stack.processes() if "ServeReplica" in " ".join(p.cmdline())}
-
-
-class Load:
-    """Statuses of requests sent one after the other, by a thread."""
-
-    def __init__(self, url: str, model: str, stream: bool) -> None:
-        self.outcomes: list[str] = []
-        self._stop = threading.Event()
-        self._body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "stream": stream}
-        self._url = url
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Load:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=60, trust_env=False) as client:
-            while not self._stop.is_set():
-                self.outcomes.append(self._one(client))
-                time.sleep(0.05)
-
-    def _one(self, client: httpx.Client) -> str:
-        try:
-            reply = client.post("/v1/completions", json=self._body)
-        except httpx.HTTPError as error:
-            return type(error).__name__
-        cut = self._body["stream"] and not reply.text.rstrip().endswith("data: [DONE]")
-        return "cut" if cut else str(reply.status_code)
+    return {p.pid for p in stack.processes_of("ServeReplica")}
 
 
 @contextlib.contextmanager
@@ -77,7 +43,7 @@ def test_the_gateways_time_limit_changes_on_the_running_stack_and_back(
     stack: RunningStack,
 ) -> None:
     before, core = replicas(stack), stack.engine("tiny-dense@plain").core
-    hasty = changed(stack, "hasty", {"request_timeout_s": 2.0}, {})
+    hasty = stack.changed("hasty", gateway={"request_timeout_s": 2.0})
     result = stack.up(hasty)
     assert result.returncode == 0, result.stdout
 
@@ -107,7 +73,7 @@ def test_the_gateways_time_limit_changes_on_the_running_stack_and_back(
 
 def test_an_engine_is_replaced_under_load_and_no_request_fails(stack: RunningStack) -> None:
     old, others = stack.engine("tiny-dense@plain").replica, stack.engine("tiny-moe@mtp").replica
-    shorter = changed(stack, "shorter", {}, {"max_model_len": 2048, "aliases": ["dense", "small"]})
+    shorter = stack.changed("shorter", dense=SHORTER)
     with constant_load(stack, "tiny-dense") as loads:
         result = stack.up(shorter)
         after = {load: len(load.outcomes) for load in loads}
@@ -127,8 +93,8 @@ def test_an_engine_is_replaced_under_load_and_no_request_fails(stack: RunningSta
 def test_a_change_that_cannot_start_leaves_the_stack_as_it_was(stack: RunningStack) -> None:
     before = replicas(stack)
     cards = stack.http.get("/v1/models").json()
-    broken = changed(
-        stack, "broken", {}, {"engine_args": {"quantization": "fp8"}, "max_model_len": 2048}
+    broken = stack.changed(
+        "broken", dense={"engine_args": {"quantization": "fp8"}, "max_model_len": 2048}
     )
     with constant_load(stack, "tiny-dense") as loads:
         result = stack.up(broken)
@@ -136,5 +102,64 @@ def test_a_change_that_cannot_start_leaves_the_stack_as_it_was(stack: RunningSta
     assert result.returncode == 2, result.stdout
     assert "tiny-dense@plain did not start" in " ".join(result.stdout.split())
     assert all(set(load.outcomes) == {"200"} for load in loads)
-    wait_until(lambda: replicas(stack) == before, 60, "the failed engine is gone")
+    wait_until(lambda: replicas(stack) <= before, GONE_WITHIN_S, "the failed engine is gone")
+    assert replicas(stack) == before, [" ".join(p.cmdline()) for p in stack.processes()]
     assert stack.http.get("/v1/models").json() == cards
+
+
+def test_an_interrupted_change_leaves_the_stack_as_it_was(stack: RunningStack) -> None:
+    before = replicas(stack)
+    longer = stack.changed("longer", dense={"max_model_len": 3072})
+    command = subprocess.Popen(
+        [COMMAND, "up", str(longer), "--detach"],
+        env=stack.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert command.stdout is not None
+        for line in command.stdout:
+            if line.startswith("tiny-dense@plain: loading"):
+                break
+        command.send_signal(signal.SIGINT)
+        shown = command.communicate(timeout=120)[0]
+    finally:
+        command.kill()
+
+    assert command.returncode == 130, shown
+    assert "interrupted; the stack runs as before" in shown
+    wait_until(lambda: replicas(stack) == before, GONE_WITHIN_S, "the unfinished engine is gone")
+    assert stack.complete("tiny-dense")["usage"]["completion_tokens"] == 16
+
+
+def test_a_change_without_room_is_refused_and_changes_nothing(stack: RunningStack) -> None:
+    before = replicas(stack)
+    result = stack.up(stack.changed("wide", dense={"num_cpus": 2.0}))
+    assert result.returncode == 2, result.stdout
+    shown = " ".join(result.stdout.split())
+    assert "not enough room: the new engines start beside the old ones and" in shown
+    assert "needs 2 CPUs" in shown
+    assert replicas(stack) == before
+
+
+def test_a_variant_whose_head_is_worthless_is_caught_by_its_probe(
+    stack: RunningStack, tmp_path: Path
+) -> None:
+    before = replicas(stack)
+    zeroed = with_zeroed_head(checkpoint_path("tiny-dense"), tmp_path / "zeroed")
+    content = copy.deepcopy(dict(STACK))
+    dense = content["models"][1]
+    del dense["model"]
+    dense |= {
+        "id": "tiny-dense",
+        "inline": {"path": str(zeroed), "max_context": 4096, "mtp_head": True},
+        "variants": {"mtp": {"speculative": {"method": "mtp", "num_speculative_tokens": 1}}},
+    }
+    result = stack.up(stack.write("worthless", content))
+    shown = " ".join(result.stdout.split())
+    assert result.returncode == 2, shown
+    assert "tiny-dense@mtp is not fit to serve: acceptance probe: accepted 0.0" in shown
+    assert "The stack that ran before goes on serving." in shown
+    wait_until(lambda: replicas(stack) == before, GONE_WITHIN_S, "the worthless engine is gone")

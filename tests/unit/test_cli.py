@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,43 @@ def test_status_as_json_names_every_engine_and_the_gateway(monkeypatch: pytest.M
     }
     code, output = run("status")
     assert "m@mtp (default): ready, 1 of 1 replicas, mtp, n=2, 2048 tokens" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (("report", "a"), "matplotlib"),
+        (("compare", "a", "b"), "jinja2"),
+        (("export-policy", "a"), "scipy"),
+    ],
+)
+def test_a_package_of_the_loadtest_extra_that_is_missing_is_named_with_the_cure(
+    arguments: tuple[str, ...], package: str
+) -> None:
+    program = (
+        f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = {('study', *arguments)!r}; "
+        "from serving.cli import main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = f"error: {package} is not installed; run pip install 'moe-serving[loadtest]'\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", text)
+
+
+def test_a_stack_that_the_check_finds_errors_in_is_not_started(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    path = tmp_path / "lab.yaml"
+    path.write_text(
+        "schema: 1\nmodels:\n- id: lab\n  inline: {path: checkpoint, max_context: 512}\n"
+        "  gpu: cpu\n  variants: {plain: {}}\n"
+    )
+    code, output = run("up", str(path))
+    assert code == 2
+    assert "MTP006 lab@plain: the checkpoint cannot be read" in output
+    assert "--force starts it all the same" in output
+    assert runtime.running() is None

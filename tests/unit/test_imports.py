@@ -28,8 +28,13 @@ LEVELS: tuple[frozenset[str], ...] = (
 )
 HEAVY = frozenset({"ray", "torch", "transformers", "vllm"})
 RAY_ROOMS = frozenset({"stack", "engines", "gateway", "cli"})
-# A program of its own: what the stack is measured against.
-RAY_PROGRAM = Path("serving/studies/overhead/ray_llm.py")
+# Programs of their own: what the stack is measured against, and the gateway before a mock engine.
+RAY_PROGRAMS = frozenset(
+    {
+        Path("serving/studies/overhead/ray_llm.py"),
+        Path("serving/studies/capacity/deployed.py"),
+    }
+)
 # What crosses from an engine replica to the gateway: the endpoint value and the key header.
 OPEN_TO_GATEWAY = ("serving.engines.lease", "serving.engines.keys")
 LIGHT_ROOMS = ("catalog", "telemetry", "router", "planner", "checks", "cli")
@@ -108,7 +113,7 @@ def outside_its_place(imports: list[Import]) -> list[str]:
 
 def may_import_it(found: Import) -> bool:
     if found.package == "ray":
-        return found.importer in RAY_ROOMS or found.path == RAY_PROGRAM
+        return found.importer in RAY_ROOMS or found.path in RAY_PROGRAMS
     if found.importer == "engines":
         return found.path.parts[2].startswith("vllm")
     return found.importer == "demo"
@@ -209,6 +214,8 @@ def test_a_gateway_import_beyond_endpoint_and_key_is_found(
         ("serving/checks/config.py", "from ray import serve", False),
         ("serving/studies/overhead/ray_llm.py", "from ray import serve", True),
         ("serving/studies/overhead/servers.py", "import ray", False),
+        ("serving/studies/capacity/deployed.py", "import ray", True),
+        ("serving/studies/capacity/targets.py", "import ray", False),
         ("serving/gateway/app.py", "from transformers import AutoTokenizer", False),
     ],
 )

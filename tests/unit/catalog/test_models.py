@@ -48,7 +48,7 @@ def message(text: str) -> str:
         ("qwen3.8-27b", "bfloat16", 65_536),
         ("qwen3.6-35b-a3b", "bfloat16", 20_480),
         ("qwen3.6-35b-a3b", "fp8_e4m3", 10_240),
-        ("tiny-moe", "bfloat16", 512),
+        ("tiny-moe", "bfloat16", 768),
     ],
 )
 def test_the_kv_cache_grows_by_two_values_per_head_element_and_layer(

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
 
 from serving.engines.lease import LeaseBook
 
 NEVER_S = 3600.0
+
+
+async def replica(book: LeaseBook) -> AsyncIterator[str]:
+    """What a replica does for one lease."""
+    with book.granted() as lease_id:
+        yield lease_id
+        await book.wait_until_ended(lease_id)
+
+
+async def leased(book: LeaseBook) -> tuple[str, asyncio.Task[None]]:
+    """A lease that was given to a gateway, and the replica's wait for its end."""
+    stream = replica(book)
+    lease_id = await anext(stream)
+
+    async def rest() -> None:
+        async for _ in stream:
+            raise AssertionError("a lease is one endpoint")
+
+    return lease_id, asyncio.create_task(rest())
 
 
 async def let_others_run() -> None:
@@ -18,28 +40,29 @@ async def let_others_run() -> None:
 
 async def test_a_lease_ends_when_its_request_ends() -> None:
     book = LeaseBook(start_within_s=NEVER_S)
-    lease_id = book.grant()
-    waiting = asyncio.create_task(book.wait_until_ended(lease_id))
+    lease_id, waiting = await leased(book)
     await let_others_run()
+    assert (book.open_count, book.running_count) == (1, 0)
     book.request_started(lease_id)
     await let_others_run()
-    assert (waiting.done(), book.open_count) == (False, 1)
+    assert (waiting.done(), book.open_count, book.running_count) == (False, 1, 1)
 
     book.request_ended(lease_id)
+    assert book.running_count == 0
     await waiting
     assert book.open_count == 0
 
 
 async def test_a_lease_whose_request_never_starts_ends_by_itself() -> None:
     book = LeaseBook(start_within_s=0.0)
-    await book.wait_until_ended(book.grant())
+    _, waiting = await leased(book)
+    await waiting
     assert book.open_count == 0
 
 
 async def test_a_started_request_may_outlast_the_time_given_to_start() -> None:
     book = LeaseBook(start_within_s=0.01)
-    lease_id = book.grant()
-    waiting = asyncio.create_task(book.wait_until_ended(lease_id))
+    lease_id, waiting = await leased(book)
     book.request_started(lease_id)
     await asyncio.wait({waiting}, timeout=0.05)
     assert (waiting.done(), book.open_count) == (False, 1)
@@ -51,26 +74,29 @@ async def test_a_started_request_may_outlast_the_time_given_to_start() -> None:
 
 async def test_a_request_that_ends_before_anyone_waits_frees_its_lease() -> None:
     book = LeaseBook(start_within_s=NEVER_S)
-    lease_id = book.grant()
+    lease_id, waiting = await leased(book)
     book.request_started(lease_id)
     book.request_ended(lease_id)
-    await book.wait_until_ended(lease_id)
+    await waiting
     assert book.open_count == 0
 
 
-async def test_cancelling_the_wait_before_the_start_closes_the_lease() -> None:
+async def test_a_lease_that_is_given_back_before_anyone_waits_is_closed() -> None:
     book = LeaseBook(start_within_s=NEVER_S)
-    waiting = asyncio.create_task(book.wait_until_ended(book.grant()))
+    stream = replica(book)
+    await anext(stream)
+    assert book.open_count == 1
+    del stream
     await let_others_run()
-    await cancel(waiting)
-    assert (waiting.cancelled(), book.open_count) == (True, 0)
+    assert book.open_count == 0
 
 
-async def test_cancelling_the_wait_during_the_request_closes_the_lease() -> None:
+@pytest.mark.parametrize("started", [False, True])
+async def test_cancelling_the_wait_closes_the_lease(started: bool) -> None:
     book = LeaseBook(start_within_s=NEVER_S)
-    lease_id = book.grant()
-    waiting = asyncio.create_task(book.wait_until_ended(lease_id))
-    book.request_started(lease_id)
+    lease_id, waiting = await leased(book)
+    if started:
+        book.request_started(lease_id)
     await let_others_run()
     await cancel(waiting)
     assert (waiting.cancelled(), book.open_count) == (True, 0)
@@ -78,17 +104,17 @@ async def test_cancelling_the_wait_during_the_request_closes_the_lease() -> None
 
 async def test_the_end_of_one_request_leaves_other_leases_open() -> None:
     book = LeaseBook(start_within_s=NEVER_S)
-    first, second = book.grant(), book.grant()
+    (first, ended), (second, going_on) = await leased(book), await leased(book)
     assert first != second
     book.request_ended(first)
-    await book.wait_until_ended(first)
-    assert book.open_count == 1
+    await ended
+    assert (going_on.done(), book.open_count) == (False, 1)
+    await cancel(going_on)
 
 
 async def test_unknown_lease_ids_are_ignored() -> None:
     book = LeaseBook(start_within_s=NEVER_S)
-    lease_id = book.grant()
-    waiting = asyncio.create_task(book.wait_until_ended(lease_id))
+    _, waiting = await leased(book)
     book.request_started("of another replica")
     book.request_ended("of another replica")
     await let_others_run()
@@ -98,8 +124,8 @@ async def test_unknown_lease_ids_are_ignored() -> None:
 
 async def test_news_of_a_lease_that_has_ended_is_ignored() -> None:
     book = LeaseBook(start_within_s=0.0)
-    lease_id = book.grant()
-    await book.wait_until_ended(lease_id)
+    lease_id, waiting = await leased(book)
+    await waiting
     book.request_started(lease_id)
     book.request_ended(lease_id)
     assert book.open_count == 0

@@ -1,10 +1,18 @@
-"""The cure of vLLM's CPU rejection sampler."""
+"""The cures of vLLM's CPU build."""
+
+import time
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from serving.engines.vllm_cpu import expand_batch_to_tokens, with_token_stride  # noqa: E402
+from serving.engines.vllm_cpu import (  # noqa: E402
+    WAKE_AFTER_MS,
+    expand_batch_to_tokens,
+    wait_asleep,
+    with_token_stride,
+)
 
 
 def test_each_value_is_repeated_once_per_draft_token() -> None:
@@ -40,3 +48,71 @@ def test_a_lone_token_gets_the_stride_the_kernel_wants() -> None:
 def test_several_tokens_are_left_as_they_are() -> None:
     tokens = torch.arange(8.0).reshape(2, 4).transpose(0, 1)
     assert with_token_stride(tokens) is tokens
+
+
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="needs a CPU with AVX-512 BF16"
+)
+@pytest.mark.parametrize("accepted", [1, 2, 3])
+def test_the_drafting_convolution_is_the_one_that_vllm_loops_over(accepted: int) -> None:
+    ops = pytest.importorskip("vllm._custom_ops")
+    channels, width, drafts = 64, 4, 2
+    torch.manual_seed(accepted)
+    weight = torch.randn(channels, width, dtype=torch.bfloat16)
+    history = torch.randn(channels, width - 1 + drafts, dtype=torch.bfloat16)
+    tokens = torch.randn(1, drafts + 1, channels, dtype=torch.bfloat16)
+
+    # What is kept: the history up to the last accepted token, then the new tokens.
+    kept = history[:, accepted - 1 : accepted - 1 + width - 1]
+    line = torch.cat([kept, tokens[0].T], dim=1)
+    expected = torch.nn.functional.silu(
+        torch.nn.functional.conv1d(line[None].float(), weight[:, None].float(), groups=channels)[0]
+    )
+
+    # Slot 0 is vLLM's null block; [slots, channels, history], channels side by side.
+    states = torch.zeros(2, width - 1 + drafts, channels, dtype=torch.bfloat16).transpose(1, 2)
+    states[1] = history
+    result = ops.causal_conv1d_update_cpu(
+        x=tokens,
+        conv_states=states,
+        weight=ops.causal_conv1d_weight_pack(weight),
+        bias=None,
+        silu_activation=True,
+        conv_state_indices=torch.tensor([1], dtype=torch.int32),
+        is_weight_packed=True,
+        num_accepted_tokens=torch.tensor([accepted], dtype=torch.int32),
+    )
+    assert torch.allclose(result[0].T.float(), expected, atol=0.03, rtol=0.03)
+    assert torch.equal(states[1][:, -(drafts + 1) :], tokens[0].T)
+
+
+@pytest.mark.parametrize(
+    ("idle_for_s", "asked_ms", "slept_ms"),
+    [(0.0, None, WAKE_AFTER_MS), (0.0, 500, WAKE_AFTER_MS), (60.0, None, None), (60.0, 500, 500)],
+)
+def test_a_wait_never_yields_and_is_short_while_the_engine_is_busy(
+    idle_for_s: float, asked_ms: int | None, slept_ms: int | None
+) -> None:
+    condition = SimpleNamespace(last_read=time.monotonic() - idle_for_s, busy_loop_s=1)
+    waits = []
+    asleep = wait_asleep(
+        lambda condition, timeout_ms: waits.append((condition.busy_loop_s, timeout_ms))
+    )
+    asleep(condition, asked_ms)
+    assert waits == [(-1, slept_ms)]
+
+
+def test_vllms_own_wait_polls_its_sockets_and_hears_the_notification() -> None:
+    zmq = pytest.importorskip("zmq")
+    broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
+    with zmq.Context() as context:
+        address = "inproc://notify"
+        writer = broadcast.SpinCondition(False, context, address)
+        reader = broadcast.SpinCondition(True, context, address)
+        asleep = wait_asleep(broadcast.SpinCondition.wait)
+        reader.last_read -= 60
+        asleep(reader, 0)  # lets the subscription arrive
+        writer.notify()
+        asleep(reader, 10_000)
+        assert not reader.poller.poll(timeout=0)
+        context.destroy(linger=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serving.catalog.yaml_file import parse_yaml
+from serving.engines.probe_settings import Probes
 from serving.stack.engine_plan import EnginePlan, plan_engines
 from serving.stack.load import load_stack
 from serving.stack.spec import StackSpec
@@ -34,7 +35,8 @@ def test_the_demo_has_a_drafting_and_a_plain_engine_on_cpu() -> None:
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
     }
     assert (mtp.is_default, plain.is_default, plain.speculative) == (True, False, None)
-    assert mtp.env == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert plain.env == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    assert mtp.env == plain.env | Probes(acceptance=True).to_environment()
     assert (mtp.gpus, mtp.num_cpus, mtp.replicas, mtp.max_ongoing_requests) == (0, 0.25, 1, 32)
 
 
@@ -68,6 +70,18 @@ def test_prefix_caching_is_off_on_cpu_and_with_drafting_unless_asked_for(
     assert plan(variant=variant, gpu=gpu).vllm_args["enable_prefix_caching"] is on
 
 
+@pytest.mark.parametrize(
+    ("env", "keeps"),
+    [
+        ("{}", False),
+        ("{VLLM_ENABLE_RESPONSES_API_STORE: '1'}", True),
+        ("{VLLM_ENABLE_RESPONSES_API_STORE: '0'}", False),
+    ],
+)
+def test_an_engine_keeps_responses_only_where_vllm_is_told_to(env: str, keeps: bool) -> None:
+    assert plan(f"  env: {env}\n").keeps_responses is keeps
+
+
 def test_gpus_are_counted_over_every_kind_of_parallelism() -> None:
     assert plan("  tensor_parallel_size: 2\n  data_parallel_size: 3\n").gpus == 6
 
@@ -91,7 +105,15 @@ def test_parsers_go_to_the_part_of_vllm_that_takes_them() -> None:
     assert got.frontend_args == {"enable_auto_tool_choice": True, "tool_call_parser": "qwen3_coder"}
 
 
-@pytest.mark.parametrize("same", ["aliases: [n]", "replicas: 3", "max_ongoing_requests: 9"])
+@pytest.mark.parametrize(
+    "same",
+    [
+        "aliases: [n]",
+        "replicas: 3",
+        "max_ongoing_requests: 9",
+        "routing: {balancing: prefix-aware}",
+    ],
+)
 def test_what_a_running_engine_can_take_over_keeps_its_name(same: str) -> None:
     assert plan(f"  {same}\n").app_name == plan().app_name
 
@@ -100,3 +122,29 @@ def test_what_a_running_engine_can_take_over_keeps_its_name(same: str) -> None:
 def test_what_needs_a_new_engine_changes_the_name(other: str) -> None:
     assert plan(f"  {other}\n").app_name != plan().app_name
     assert plan().app_name.startswith("engine-m-v-")
+
+
+MTP = "speculative: {method: mtp, num_speculative_tokens: 1}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "variant", "probes"),
+    [
+        ("", "", Probes()),
+        ("", MTP, Probes(acceptance=True)),
+        ("  probes: {enabled: false}\n", MTP, Probes()),
+        ("  probes: {acceptance: false}\n", MTP, Probes()),
+        ("  tool_call_parser: qwen3_coder\n", MTP, Probes(acceptance=True, tools=True)),
+        ("  prefix_caching: true\n", MTP, Probes(acceptance=True, prefix=True)),
+        ("  probes: {}\n", "", Probes(prefix=True)),
+        (
+            "  probes: {long_context_tokens: 9, on_collapse: drain}\n",
+            MTP,
+            Probes(acceptance=True, long_context_tokens=9, on_collapse="drain"),
+        ),
+    ],
+)
+def test_what_drafts_is_probed_and_what_it_is_asked_follows_from_its_settings(
+    settings: str, variant: str, probes: Probes
+) -> None:
+    assert Probes.from_environment(plan(settings, variant).env) == probes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -190,3 +191,31 @@ def test_whoever_waits_hears_that_ray_is_gone(monkeypatch: pytest.MonkeyPatch) -
     assert run is not None
     monkeypatch.setattr(runtime, "ray_answers", lambda run: False)
     assert not lifecycle.wait_until_ended(run["started"])
+
+
+@pytest.mark.parametrize(
+    ("variants", "serves"),
+    [
+        ({"m@mtp": "unfit", "m@plain": "running"}, True),
+        ({"m@mtp": "unfit", "m@plain": "idle"}, True),
+        ({"m@mtp": "unfit"}, False),
+        ({"m@mtp": "unfit", "m@plain": "deploying"}, False),
+        ({}, False),
+    ],
+)
+def test_a_stack_serves_without_a_variant_that_failed_its_probe(
+    home: Path,
+    play: Play,
+    monkeypatch: pytest.MonkeyPatch,
+    variants: dict[str, str],
+    serves: bool,
+) -> None:
+    answer = json.dumps({"ready": False, "variants": variants})
+    monkeypatch.setattr(lifecycle, "gateway_ready", lambda run: (False, answer))
+    monkeypatch.setattr(lifecycle, "REACHABLE_WITHIN_S", 0.0)
+    play(SWITCHED, DONE)
+    if serves:
+        assert up(with_free_port(ONE)).started_here
+    else:
+        with pytest.raises(RuntimeFailure, match="/readyz does not say ready"):
+            up(with_free_port(ONE))

@@ -54,11 +54,21 @@ def test_only_the_variant_that_changed_is_replaced() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ["replicas: 2,", "autoscaling: {max_replicas: 2},", "max_ongoing_requests: 7,"],
+    [
+        "replicas: 2,",
+        "autoscaling: {max_replicas: 2},",
+        "max_ongoing_requests: 7,",
+        "routing: {balancing: session-hash},",
+    ],
 )
 def test_scaling_changes_in_place(setting: str) -> None:
     got = plan_update(plans(), plans(model=setting), {A, B})
     assert (names(got.change), got.start, got.remove) == (["a", "b"], (), ())
+
+
+def test_changed_balancing_reaches_the_gateway_too() -> None:
+    old, new = stack(), stack(model="routing: {balancing: prefix-aware},")
+    assert gateway_changes(old, plan_engines(old), new, plan_engines(new))
 
 
 def test_a_longer_request_time_reaches_the_engines_that_drain_by_it() -> None:
@@ -114,6 +124,12 @@ def test_resources_count_every_replica_at_its_fewest() -> None:
     assert resources_for([one]) == {"GPU": 0, "CPU": 1.5}
     (scaled, _) = plans(model="autoscaling: {min_replicas: 2, max_replicas: 9},")
     assert resources_for([replace(scaled, gpus=2)]) == {"GPU": 4, "CPU": 1}
+
+
+def test_the_tree_of_prompts_needs_a_core_however_many_engines_use_it() -> None:
+    aware = plans(model="routing: {balancing: prefix-aware},")
+    assert resources_for(aware) == {"GPU": 0, "CPU": 2}
+    assert grown(plans(), aware) == {"GPU": 0, "CPU": 1}
 
 
 def test_only_growth_needs_more_room() -> None:

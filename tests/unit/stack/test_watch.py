@@ -9,12 +9,18 @@ import pytest
 
 pytest.importorskip("ray.serve", reason="Serve's own values are read")
 
-from serving.stack.watch import message_of, replicas_of, shorten, step_of
+from serving.stack import watch
+from serving.stack.events import Step
+from serving.stack.watch import message_of, replicas_of, shorten, starting_for_s, step_of
 
 
 def application(status: str, replicas: list[tuple[str, int | None]], wanted: int = 1) -> Any:
     """An application as Serve describes it; replicas by state and process id."""
-    found = [SimpleNamespace(state=SimpleNamespace(value=s), pid=pid) for s, pid in replicas]
+    # Replica n began at second n.
+    found = [
+        SimpleNamespace(state=SimpleNamespace(value=s), pid=pid, start_time_s=float(number))
+        for number, (s, pid) in enumerate(replicas)
+    ]
     deployment = SimpleNamespace(replicas=found, target_num_replicas=wanted, message="")
     return SimpleNamespace(
         status=SimpleNamespace(value=status), deployments={"d": deployment}, message="as a whole"
@@ -35,6 +41,11 @@ def application(status: str, replicas: list[tuple[str, int | None]], wanted: int
             ("loading", "1 of 2 replicas"),
         ),
         (application("RUNNING", [("RUNNING", 7)]), False, ("ready", "")),
+        (application("RUNNING", [("RUNNING", 7), ("STARTING", 8)], 2), False, ("ready", "")),
+        (application("RUNNING", [], wanted=0), False, ("idle", "")),
+        (application("RUNNING", [("STOPPING", 7)], wanted=0), False, ("idle", "")),
+        (application("RUNNING", [("STARTING", None)]), True, ("waiting for resources", "")),
+        (application("RUNNING", [("STARTING", 7)]), False, ("loading", "")),
         (application("DEPLOY_FAILED", []), False, ("failed", "")),
         (application("UNHEALTHY", []), False, ("failed", "")),
     ],
@@ -47,6 +58,29 @@ def test_the_step_follows_from_serve_s_states(
 
 def test_replicas_are_counted_as_running_and_wanted() -> None:
     assert replicas_of(application("DEPLOYING", [("RUNNING", 7), ("STARTING", 8)], 3)) == (1, 3)
+
+
+def test_a_start_is_timed_by_the_first_of_the_replicas_that_start() -> None:
+    states: list[tuple[str, int | None]] = [
+        ("RUNNING", 7),
+        ("STOPPING", 8),
+        ("STARTING", 9),
+        ("STARTING", None),
+    ]
+    assert starting_for_s(application("RUNNING", states, 3), now=14.0) == 12.0
+    assert starting_for_s(application("RUNNING", states[:2]), now=14.0) is None
+
+
+def test_a_start_that_waits_only_for_idle_engines_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "a": application("RUNNING", [], wanted=0),
+        "b": application("RUNNING", [("RUNNING", 1)]),
+    }
+    monkeypatch.setattr(watch, "applications", lambda: known)
+    monkeypatch.setattr(watch, "unplaced", list)
+    steps: list[Step] = []
+    watch.wait_until_running({"a": "m@a", "b": "m@b"}, steps.append)
+    assert [(step.name, step.step) for step in steps] == [("m@a", "idle"), ("m@b", "ready")]
 
 
 def test_of_a_trace_only_its_last_exception_is_told() -> None:
