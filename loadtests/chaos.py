@@ -20,6 +20,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from arguments import whole_number
 from rich.console import Console
 
 from serving.catalog.errors import ConfigError
@@ -53,21 +54,14 @@ def minutes(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
-    """A whole number from 1 on; raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"found {text!r}; write a whole number from 1 on")
-    return int(text)
-
-
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--minutes", type=minutes, default=10.0, help="of load and faults")
-    add("--faults", type=count, help="at most so many; the run ends when they are done")
+    add("--faults", type=whole_number(1), help="at most so many; the run ends when they are done")
     add("--seed", type=int, default=0, help="decides the load and the faults")
-    add("--clients", type=count, default=8, help="requests in flight")
+    add("--clients", type=whole_number(1), default=8, help="requests in flight")
     add("--stack", default="chaos-demo", help="stack file, or the name of a shipped one")
     add("--out", type=Path, default=Path("runs/chaos"), help="folder of the result")
     return parser.parse_args(arguments)

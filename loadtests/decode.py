@@ -23,6 +23,7 @@ import counters
 import gevent
 import requests
 import urllib3
+from arguments import whole_number
 from gevent.pool import Pool
 from locust import User, events, task
 from locust.exception import StopUser
@@ -64,13 +65,6 @@ def not_negative(text: str) -> float:
     return value
 
 
-def count(text: str) -> int:
-    """A whole number from 0 on; raises ArgumentTypeError."""
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"found {text!r}; write a whole number from 0 on")
-    return int(text)
-
-
 @events.init_command_line_parser.add_listener
 def add_options(parser):
     """The options of a decode load; the API key comes from the environment only."""
@@ -78,13 +72,18 @@ def add_options(parser):
     local = {"include_in_web_ui": False}
     add("--model", default="", help="name to ask for; the server's first one without")
     add("--arm", default="", help="name of what is measured, in the records; the model without")
-    add("--max-tokens", type=count, default=0, help="longest answer; 0: as each prompt says")
+    add(
+        "--max-tokens",
+        type=whole_number(0),
+        default=0,
+        help="longest answer; 0: as each prompt says",
+    )
     add("--temperature", type=not_negative, default=0.0, help="0 is greedy")
     add("--categories", default="", help="prompts of these only, as in code,chat")
     add("--prompts", default="", help="a shipped set or a file; all shipped without", **local)
     add("--salt", choices=("on", "off"), default="on", help="off lets a prefix cache answer")
     add("--rate", type=not_negative, default=0.0, help="arrivals/s per user; 0: closed loop")
-    add("--requests", type=count, default=0, help="end after this many; 0: no end")
+    add("--requests", type=whole_number(0), default=0, help="end after this many; 0: no end")
     add("--record", default="", help="folder for the requests, as JSON lines", **local)
     # Who reaches the web UI names the host that the API key is sent to.
     parser.set_defaults(web_host="127.0.0.1")

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from arguments import whole_number
 from rich.console import Console
 
 from serving.catalog.errors import ConfigError
@@ -46,25 +47,18 @@ def steps_of(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def count(text: str) -> int:
-    """A whole number from 1 on; raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"found {text!r}; write a whole number from 1 on")
-    return int(text)
-
-
 def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, default=Path("runs/routing"), help="folder of the report")
     add("--stack", default="routing-demo", help="stack file, or the name of a shipped one")
-    add("--crossover", type=count, help="instead of the stack's crossover_streams")
+    add("--crossover", type=whole_number(1), help="instead of the stack's crossover_streams")
     add("--steps", type=steps_of, default=steps_of(STEPS), help=f"streams by step ({STEPS})")
-    add("--rounds", type=count, default=5, help="ramps of each arm")
+    add("--rounds", type=whole_number(1), default=5, help="ramps of each arm")
     add("--minutes", type=float, default=22.0, help="of load; the stack's start is not in it")
     add("--prompts", default="demo-code", help="a shipped set or a file")
-    add("--max-tokens", type=count, default=64, help="tokens of each answer")
+    add("--max-tokens", type=whole_number(1), default=64, help="tokens of each answer")
     return parser.parse_args(arguments)
 
 

@@ -1,9 +1,9 @@
-"""A lease: the right to send one request to one replica's own HTTP server.
+"""A lease: the right to send requests to one replica's own HTTP server, one after the other.
 
 Owns the values that cross from an engine replica to the gateway and the book of
-leases a replica keeps. A lease ends when the HTTP request that carries its id
-has ended, so a slot is never freed while the engine works, nor kept after it;
-a gateway that dies takes its connections, and with them its leases, along.
+leases a replica keeps. A slot is never freed while the engine works. A lease whose
+request has ended is open for a moment, for the gateway to send the next one; then it
+ends by itself, so a gateway that dies takes its connections, and with them its leases, along.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 LEASE_HEADER = "x-moe-serving-lease"
 # A gateway connects at once; one that has not by then is gone.
 START_WITHIN_S = 10.0
+# Longer than the gateway keeps one that it does not use.
+KEPT_FOR_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,22 @@ class Endpoint:
 
 @dataclass(slots=True)
 class _Lease:
-    started: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    running: int = 0
+    """Requests; a second begins where the end of the first is not known yet."""
+    began: bool = False
+    busy: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class LeaseBook:
-    """The open leases of one replica."""
+    """The open leases of one replica; times in seconds."""
 
-    def __init__(self, start_within_s: float = START_WITHIN_S) -> None:
+    def __init__(
+        self, start_within_s: float = START_WITHIN_S, kept_for_s: float = KEPT_FOR_S
+    ) -> None:
         self._leases: dict[str, _Lease] = {}
         self._start_within_s = start_within_s
+        self._kept_for_s = kept_for_s
 
     @property
     def open_count(self) -> int:
@@ -57,8 +65,7 @@ class LeaseBook:
     @property
     def running_count(self) -> int:
         """How many of them have a request that runs."""
-        leases = self._leases.values()
-        return sum(lease.started.is_set() and not lease.ended.is_set() for lease in leases)
+        return sum(lease.running > 0 for lease in self._leases.values())
 
     @contextmanager
     def granted(self) -> Iterator[str]:
@@ -74,22 +81,30 @@ class LeaseBook:
             del self._leases[lease_id]
 
     async def wait_until_ended(self, lease_id: str) -> None:
-        """Return when the lease's request has ended, or did not start in time."""
+        """Return when the lease's request has ended and no other came, or none did in time."""
         lease = self._leases[lease_id]
+        while lease.running or await self._begins(lease):
+            await lease.idle.wait()
+
+    async def _begins(self, lease: _Lease) -> bool:
         try:
-            async with asyncio.timeout(self._start_within_s):
-                await lease.started.wait()
+            async with asyncio.timeout(self._kept_for_s if lease.began else self._start_within_s):
+                return await lease.busy.wait()
         except TimeoutError:
-            return
-        await lease.ended.wait()
+            return False
 
     def request_started(self, lease_id: str) -> None:
-        """The HTTP request that carries this lease has arrived; unknown ids are ignored."""
+        """An HTTP request that carries this lease has arrived; unknown ids are ignored."""
         if lease := self._leases.get(lease_id):
-            lease.started.set()
+            lease.running += 1
+            lease.began = True
+            lease.idle.clear()
+            lease.busy.set()
 
     def request_ended(self, lease_id: str) -> None:
-        """The HTTP request that carries this lease is over; unknown ids are ignored."""
+        """An HTTP request that carries this lease is over; unknown ids are ignored."""
         if lease := self._leases.get(lease_id):
-            lease.started.set()
-            lease.ended.set()
+            lease.running -= 1
+            if not lease.running:
+                lease.busy.clear()
+                lease.idle.set()

@@ -1,8 +1,8 @@
 """The gateway's ASGI app: reads what routing needs, leases an engine, relays bytes.
 
-Owns the routes, CORS, and counting what became of each request; x-request-id is Serve's, which
-adds it to every reply. Leaves bodies to `request`, the choice of a variant to `router`, sending
-to `dispatch`, repeats to `shadow` and the records of a study to `splits`.
+Owns the routes, CORS, how many requests are held at once, and counting what became of each.
+Leaves bodies to `request`, the choice of a variant to `router`, sending to `dispatch`, repeats to
+`shadow` and the records of a study to `splits`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import logging
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +36,7 @@ from serving.gateway.dispatch import Dispatch
 from serving.gateway.engine_http import EngineClient
 from serving.gateway.fair_queue import Limits
 from serving.gateway.kept import Kept, KeptResponses
-from serving.gateway.leases import EnginePool
+from serving.gateway.leases import RETRY_AFTER_BUSY_S, EnginePool
 from serving.gateway.relay import Reply
 from serving.gateway.request import (
     Disconnected,
@@ -115,6 +117,7 @@ class GatewayApp:
         self._splits = SplitRecords(metrics)
         self._kept = KeptResponses()
         self._router = Router(random.random)
+        self._held = 0
         pool.on_look = self._limit
         self.use(GatewaySettings())
 
@@ -153,7 +156,8 @@ class GatewayApp:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         method, path = scope["method"], scope["path"]
-        reply = Reply(send)
+        called = request_id(scope)
+        reply = Reply(send, called)
         try:
             allowed = _methods(path)
             if not allowed:
@@ -161,10 +165,13 @@ class GatewayApp:
             if method not in allowed:
                 raise errors.method_not_allowed(method, path, ", ".join(allowed))
             if method == "POST":
-                call = await self._read(scope, receive, started)
-                if call.path in GENERATING and (call.decision.arm or call.model.keeps_responses):
-                    reply = TimedReply(send, partial(self._began, call))
-                await self._infer(call, receive, reply)
+                with self._holding():
+                    call = await self._read(scope, receive, called, started)
+                    if call.path in GENERATING and (
+                        call.decision.arm or call.model.keeps_responses
+                    ):
+                        reply = TimedReply(send, called, partial(self._began, call))
+                    await self._infer(call, receive, reply)
             else:
                 await self._inform(path, reply)
         except errors.ApiError as error:
@@ -172,8 +179,19 @@ class GatewayApp:
         except Disconnected:
             pass
         except Exception:
-            logger.exception("request %s failed", request_id(scope))
+            logger.exception("request %s failed", called)
             await reply.fail(errors.internal_error(), path)
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Count a request while the block runs; raises ApiError where it is one too many."""
+        if self._held >= self._settings.max_ongoing_requests:
+            raise errors.gateway_full(RETRY_AFTER_BUSY_S)
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
 
     async def _inform(self, path: str, reply: Reply) -> None:
         if path == "/healthz":
@@ -221,7 +239,7 @@ class GatewayApp:
         except UnknownModelError as error:
             raise errors.unknown_model(str(error)) from None
 
-    async def _read(self, scope: Scope, receive: Receive, started: float) -> Call:
+    async def _read(self, scope: Scope, receive: Receive, called: str, started: float) -> Call:
         headers: Headers = dict(scope["headers"])
         check_headers(headers)
         body = await read_body(receive, headers, self._settings.max_body_bytes)
@@ -238,7 +256,7 @@ class GatewayApp:
             path=scope["path"],
             headers=headers,
             body=body,
-            request_id=request_id(scope),
+            request_id=called,
             model=model,
             variant=model.variant(decision.variant),
             asked=asked,

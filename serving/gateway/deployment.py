@@ -1,7 +1,8 @@
 """The gateway as a Ray Serve deployment: the ingress of the stack.
 
 Owns the replica's life: it holds the app, and takes settings and routing table
-from Serve's `user_config`, so that a changed table needs no restart.
+from Serve's `user_config`, so that a changed table needs no restart. Requests reach the app
+by `ingress`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ray import serve
 from serving.engines.keys import EngineKeys
 from serving.gateway.app import GatewayApp
 from serving.gateway.breakers import breakers
+from serving.gateway.ingress import Ingress
 from serving.gateway.leases import EnginePool
 from serving.gateway.settings import GatewaySettings
 from serving.telemetry.metrics import GatewayMetrics
@@ -29,6 +31,7 @@ class _Gateway:
             breakers,
             node=ray.get_runtime_context().get_node_id(),
         )
+        Ingress.app = self._app
 
     async def __serve_build_asgi_app__(self) -> Any:
         return self._app

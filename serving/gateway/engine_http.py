@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import cast
@@ -55,8 +56,13 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self, on_lost: Callable[[EngineConnection], None]) -> None:
         self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
+        # One timer for many waits: to make and cancel one for each would cost as much as the rest
+        # of a read. It looks at the time limit when it fires, and goes off again at that.
+        self._timer: asyncio.TimerHandle | None = None
+        self._within_s = self._deadline = math.inf
         self._problem: str | None = None
         self._expect_reply()
         # Nothing was asked, so nothing may come.
@@ -134,15 +140,31 @@ class EngineConnection(asyncio.Protocol):
         """Return when something has come; raises EngineConnectionError where nothing will."""
         if self._problem is not None:
             raise EngineConnectionError(self._problem)
-        loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        limit = None if within_s is None else loop.call_later(within_s, _give_up, waiter, within_s)
+        if within_s is None:
+            self._deadline = math.inf
+        else:
+            self._within_s, self._deadline = within_s, self._loop.time() + within_s
+            if self._timer is None or self._deadline < self._timer.when():
+                self._set_timer()
+        self._waiter = waiter = self._loop.create_future()
         try:
             await waiter
         finally:
             self._waiter = None
-            if limit is not None:
-                limit.cancel()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._deadline, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._waiter.done():
+            return
+        if self._loop.time() >= self._deadline:
+            self._waiter.set_exception(EngineSilentError(self._within_s))
+        elif self._deadline < math.inf:
+            self._set_timer()
 
     def _break(self, problem: str) -> None:
         if self._problem is None:
@@ -184,6 +206,8 @@ class EngineConnection(asyncio.Protocol):
         # A reply whose end is the connection's counts as cut: a whole one looks no different.
         if self._problem is None:
             self._problem = f"the engine closed the connection ({exc or 'no error'})"
+        if self._timer is not None:
+            self._timer.cancel()
         self._wake()
         self._on_lost(self)
 
@@ -313,11 +337,6 @@ class EngineClient:
         idle.pop(connection, None)
         if not idle:
             self._idle.pop(place, None)
-
-
-def _give_up(waiter: asyncio.Future[None], waited_s: float) -> None:
-    if not waiter.done():
-        waiter.set_exception(EngineSilentError(waited_s))
 
 
 async def _connect(place: str, on_lost: Callable[[EngineConnection], None]) -> EngineConnection:

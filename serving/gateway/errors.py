@@ -162,6 +162,16 @@ def no_capacity(model: str, retry_after_s: float) -> ApiError:
     )
 
 
+def gateway_full(retry_after_s: float) -> ApiError:
+    """This gateway process holds as many requests as it may."""
+    return ApiError(
+        429,
+        "no_capacity",
+        "the gateway holds as many requests as it may; retry after the time in Retry-After",
+        retry_after_s=retry_after_s,
+    )
+
+
 def response_out_of_reach(model: str) -> ApiError:
     """The replica that holds the response is gone, or others were chosen again and again.
 

@@ -8,9 +8,8 @@ reload, so it imports neither Ray nor anything else that takes long.
 What it changes: HAProxy's own errors keep their status and get a JSON body in
 OpenAI's shape (Serve turns them into a bare 500 page), and so does a request that
 comes before the gateway is there; the metrics and statistics ports listen on
-loopback only, the admin socket is its owner's; an x-request-id that is no plain
-one is replaced; the clients' port speaks HTTP/1.1 only, and with a certificate
-HTTPS only.
+loopback only, the admin socket is its owner's; the clients' port speaks HTTP/1.1
+only, and with a certificate HTTPS only.
 """
 
 from __future__ import annotations
@@ -34,13 +33,6 @@ _PAGES = {
 # Answered before its body is read (413), an HTTP/2 request leaves HAProxy 2.8 with a half-used
 # connection to the gateway that it gives to the next request, which then hangs.
 _HTTP_1_ONLY = " proto h1"
-_PLAIN_ID = "^[A-Za-z0-9._:-]{1,128}$"
-# Serve answers with the id it was sent, whatever that is, and makes one where none came. Its
-# own time-out, which a client may set by header, would answer in another shape than ours.
-_REQUEST_RULES = f"""
-    http-request del-header x-request-timeout-seconds
-    http-request del-header x-request-id if {{ req.fhdr_cnt(x-request-id) gt 1 }}
-    http-request del-header x-request-id unless {{ req.fhdr(x-request-id) -m reg {_PLAIN_ID} }}"""
 
 
 def error_page(status: int) -> str:
@@ -80,7 +72,7 @@ def edit(config: str, folder: Path, certificate: Path | None = None) -> str:
     tls = f" ssl crt {certificate} alpn http/1.1" if certificate else ""
     return re.sub(
         r"(frontend http_frontend\s+bind \S+)$",
-        lambda found: found[0] + tls + _HTTP_1_ONLY + _REQUEST_RULES,
+        lambda found: found[0] + tls + _HTTP_1_ONLY,
         config,
         flags=re.M,
     )

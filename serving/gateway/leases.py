@@ -1,19 +1,20 @@
 """Leases on engine replicas, taken through Serve's request router.
 
 Owns the handles, what state each engine application is in, and the release of
-every lease. One Serve call per request; no token passes here.
+every lease. One Serve call per request at most; no token passes here. Leaves keeping
+leases for the next request to `idle_leases`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ray import serve
 from ray.exceptions import RayError
@@ -22,7 +23,8 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from serving.engines.lease import Endpoint
 from serving.gateway import errors
-from serving.gateway.request_routers import answers_nobody, routing_by
+from serving.gateway.idle_leases import IdleLeases, Lease
+from serving.gateway.request_routers import answers_nobody, routing_by, takes_requests
 from serving.router.balancing import Balancing, Hint
 
 logger = logging.getLogger("ray.serve")
@@ -120,6 +122,7 @@ class EnginePool:
     def __init__(self) -> None:
         self._handles: dict[str, DeploymentHandle] = {}
         self._balancing: dict[str, Balancing] = {}
+        self._idle: dict[str, IdleLeases] = {}
         self._states: Mapping[str, EngineState] = {}
         self._looked_at = -math.inf
         self._looking = asyncio.Lock()
@@ -132,7 +135,8 @@ class EnginePool:
         """Have the state of each of these applications, and a handle that balances so."""
         for name, policy in balancing.items():
             if self._balancing.get(name) != policy:
-                self._handles[name] = await _handle(name, policy)
+                handle = await _handle(name, policy)
+                self._use(name, handle)
                 self._balancing[name] = policy
         async with self._looking:
             await self._refresh()
@@ -142,7 +146,14 @@ class EnginePool:
     def keep_only(self, app_names: Iterable[str]) -> None:
         """Forget all other applications; running leases are not touched."""
         for name in self._handles.keys() - set(app_names):
+            self._idle.pop(name).clear()
             del self._handles[name], self._balancing[name]
+
+    def _use(self, app_name: str, handle: DeploymentHandle) -> None:
+        if app_name in self._idle:
+            self._idle[app_name].clear()
+        self._handles[app_name] = handle
+        self._idle[app_name] = IdleLeases(partial(takes_requests, handle))
 
     def state(self, app_name: str) -> EngineState:
         """The application's state at the last look, at most `POLL_EVERY_S` old."""
@@ -222,8 +233,31 @@ class EnginePool:
                 raise errors.response_out_of_reach(model)
             if not wake_timeout_s:
                 raise self._waking(app_name, model, wake_timeout_s)
-        taken: list[DeploymentResponseGenerator] = []
+        idle, whole = self._idle[app_name], False
+        if hint != Hint():
+            # Its replica's slot may be among those that are kept.
+            idle.clear()
         patience = _Patience(queue_timeout_s, wake_timeout_s)
+        lease = idle.take() or await self._granted(handle, app_name, model, hint, patience)
+        idle.begun(lease)
+        try:
+            yield lease.endpoint
+            whole = True
+        finally:
+            # The replica also ends the lease some time after its HTTP request has; this
+            # frees the slot of a request that never reached it.
+            idle.ended(lease, whole=whole)
+
+    async def _granted(
+        self,
+        handle: DeploymentHandle,
+        app_name: str,
+        model: str,
+        hint: Hint,
+        patience: _Patience,
+    ) -> Lease:
+        """A lease that Serve's router has given; raises ApiError."""
+        taken: list[DeploymentResponseGenerator] = []
         try:
             for attempt in range(self._attempts(app_name, hint)):
                 # A policy would choose the same replica again.
@@ -233,14 +267,10 @@ class EnginePool:
                     break
             else:
                 raise errors.response_out_of_reach(model)
-            _release(taken[:-1])
-            del taken[:-1]
             if endpoint.unfit:
                 raise errors.engine_unfit(model, endpoint.unfit, RETRY_AFTER_LOADING_S)
-            yield endpoint
+            return Lease(taken.pop(), endpoint)
         finally:
-            # The replica also ends the lease when its HTTP request ends; this
-            # frees the slot of a request that never reached it.
             _release(taken)
 
     def _attempts(self, app_name: str, hint: Hint) -> int:
@@ -331,5 +361,5 @@ def _ask(handle: DeploymentHandle, hint: Hint) -> DeploymentResponseGenerator:
 
 def _release(streams: Iterable[DeploymentResponseGenerator]) -> None:
     for stream in streams:
-        with contextlib.suppress(RayError, RayServeException):
+        with suppress(RayError, RayServeException):
             stream.cancel()

@@ -80,9 +80,9 @@ class Pace:
 class Reply:
     """One reply on its way to the client; `headers` may grow until it starts."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
-        self.headers: list[tuple[bytes, bytes]] = []
+        self.headers: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode())]
         self.started = False
         self.streaming = False
         self.finished = False

@@ -28,10 +28,7 @@ class Disconnected(Exception):
 
 
 def request_id(scope: Scope) -> str:
-    """The client's own x-request-id where it is short and plain, else a new one.
-
-    Serve puts the header in where a client sends none, and into every reply.
-    """
+    """The client's own x-request-id where it is short and plain, else a new one."""
     sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     return sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
 

@@ -132,6 +132,13 @@ def answers_nobody(handle: DeploymentHandle) -> bool:
     return isinstance(router, _WithBreakers) and router.answers_nobody
 
 
+def takes_requests(handle: DeploymentHandle, replica: str) -> bool:
+    """Whether the handle may send `replica` more requests: it runs, and its breaker is closed."""
+    router = handle._router._asyncio_router.request_router
+    known = ReplicaID(replica, handle.deployment_id) in router.curr_replicas
+    return known and breakers.breakers.state(replica) == "closed"
+
+
 def routing_by(balancing: Balancing) -> Callable[..., Any]:
     """What a new `DeploymentHandle` takes as `_create_router` to balance by this policy."""
 

@@ -21,6 +21,7 @@ class GatewaySettings(BaseModel):
 
     table: RoutingTable = RoutingTable()
     max_body_bytes: int = 16 * 2**20
+    max_ongoing_requests: int = 1024
     request_timeout_s: float = 600.0
     connect_timeout_s: float = 5.0
     queue_timeout_s: float = 30.0

@@ -20,8 +20,10 @@ class TimedReply(Reply):
     `on_first` is called with the first part of the body, before the client has it.
     """
 
-    def __init__(self, send: Send, on_first: Callable[[TimedReply, bytes], None]) -> None:
-        super().__init__(send)
+    def __init__(
+        self, send: Send, request_id: str, on_first: Callable[[TimedReply, bytes], None]
+    ) -> None:
+        super().__init__(send, request_id)
         self._on_first = on_first
         self.status: int | None = None
         self.first_at: float | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from serving.engines.keys import KEY_FILE_VARIABLE, make_key_file
 from serving.gateway import haproxy
+from serving.gateway.ingress import MIDDLEWARES
 from serving.stack.spec import TlsSpec
 
 MARK = "MOE_SERVING_MARK"
@@ -37,6 +38,7 @@ def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dic
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # In a thread of its own, Serve would queue a reply without bound for a slow client.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARES,
         haproxy.BINARY_VARIABLE: str(Path(sysconfig.get_path("scripts")) / "moe-serving-haproxy"),
         **certificate,
         **haproxy_places(proxy),

@@ -42,6 +42,7 @@ def plan_gateway(stack: StackSpec, engines: Sequence[EnginePlan]) -> GatewayPlan
     settings = GatewaySettings(
         table=routing_table(stack, engines),
         max_body_bytes=gateway.max_body_mib * 2**20,
+        max_ongoing_requests=gateway.max_ongoing_requests,
         request_timeout_s=gateway.request_timeout_s,
         connect_timeout_s=gateway.connect_timeout_s,
         queue_timeout_s=gateway.queue_timeout_s,

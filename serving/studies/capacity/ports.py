@@ -26,17 +26,10 @@ class DeployedSettings(_Value):
     ports_file: str
 
 
-class OwnPort(_Value):
-    """Where the gateway listens by itself."""
-
-    port: int
-    socket: str
-
-
 class Ports(_Value):
     """The loopback port of each layer."""
 
     deployed: int
-    ingress: int
-    own_port: int
-    own_port_haproxy: int
+    """HAProxy's."""
+    replica: int
+    """The gateway replica's own, past HAProxy."""

@@ -23,10 +23,8 @@ from serving.studies.capacity.targets import (
     APP,
     DEPLOYED,
     DIRECT,
-    INGRESS,
     LABELS,
     LEASES,
-    OWN_PORT,
     RELAY,
 )
 from serving.studies.overhead.processes import Kind
@@ -36,7 +34,7 @@ from serving.studies.overhead.report import machine, versions
 MAX_CPU_OF_RELAY = 1.2
 MIN_RATE_OF_RELAY = 0.8
 # Each contains the one before; its cost is what it adds.
-LAYERS = (RELAY, APP, LEASES, INGRESS, DEPLOYED)
+LAYERS = (RELAY, APP, LEASES, DEPLOYED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,28 +80,25 @@ def condense(readings: Sequence[Reading]) -> list[Figures]:
 
 
 def goals(readings: Sequence[Reading]) -> list[Goal]:
-    """What the deployed gateway is to reach beside the bare relay, and past Serve's ingress too."""
-    found = []
-    for name, label in ((DEPLOYED, "as deployed"), (OWN_PORT, "by a port of its own")):
-        if not any(each.target == name for each in readings):
-            continue
-        cpu = ratio(readings, PACED, name, cpu_per_chunk)
-        rate = ratio(readings, WHOLE, name, request_rate)
-        found += [
-            Goal(
-                f"CPU per chunk {label}, over the bare relay's: at most",
-                cpu,
-                MAX_CPU_OF_RELAY,
-                cpu <= MAX_CPU_OF_RELAY,
-            ),
-            Goal(
-                f"requests/s {label}, over the bare relay's: at least",
-                rate,
-                MIN_RATE_OF_RELAY,
-                rate >= MIN_RATE_OF_RELAY,
-            ),
-        ]
-    return found
+    """What the deployed gateway is to reach beside the bare relay."""
+    if not any(each.target == DEPLOYED for each in readings):
+        return []
+    cpu = ratio(readings, PACED, DEPLOYED, cpu_per_chunk)
+    rate = ratio(readings, WHOLE, DEPLOYED, request_rate)
+    return [
+        Goal(
+            "CPU per chunk as deployed, over the bare relay's: at most",
+            cpu,
+            MAX_CPU_OF_RELAY,
+            cpu <= MAX_CPU_OF_RELAY,
+        ),
+        Goal(
+            "requests/s as deployed, over the bare relay's: at least",
+            rate,
+            MIN_RATE_OF_RELAY,
+            rate >= MIN_RATE_OF_RELAY,
+        ),
+    ]
 
 
 def ratio(
@@ -302,18 +297,16 @@ def _layers(figures: Sequence[Figures]) -> Table:
         "more",
     )
     before: str | None = None
-    for name in (*LAYERS, OWN_PORT):
+    for name in LAYERS:
         if name not in paced:
             continue
-        # The last stands beside the layers: it has all of them but Serve's ingress.
-        base = LEASES if name == OWN_PORT else before
         chunk, request = paced[name].cpu_us_per_chunk, whole[name].cpu_us_per_request
         assert chunk is not None
         more = ["", ""]
-        if base in paced:
-            over = paced[base].cpu_us_per_chunk
+        if before in paced:
+            over = paced[before].cpu_us_per_chunk
             assert over is not None
-            more = [f"{chunk - over:+.1f}", f"{request - whole[base].cpu_us_per_request:+.0f}"]
+            more = [f"{chunk - over:+.1f}", f"{request - whole[before].cpu_us_per_request:+.0f}"]
         by_kind = paced[name].cpu_by_kind_us
         table.add_row(
             name,

@@ -22,27 +22,22 @@ from serving.studies.capacity.wire import Asked
 from serving.studies.overhead.processes import REQUEST_PATH, Kind
 from serving.studies.overhead.servers import Server
 
-DIRECT, RELAY, APP, LEASES = "direct", "relay", "app", "leases"
-INGRESS, DEPLOYED, OWN_PORT = "ingress", "deployed", "own-port"
+DIRECT, RELAY, APP, LEASES, DEPLOYED = "direct", "relay", "app", "leases", "deployed"
 ROUTER, PROXY = VLLM_ROUTER.name, LITELLM.name
 LABELS = {
     DIRECT: "the mock engine itself",
     RELAY: "bare uvicorn relay",
     APP: "gateway's app under uvicorn",
     LEASES: "+ leases from Ray Serve",
-    INGRESS: "+ Serve's ingress",
     DEPLOYED: "+ HAProxy: the gateway as deployed",
-    OWN_PORT: "HAProxy to a unix socket of the gateway's own",
     ROUTER: f"vllm-router {VLLM_ROUTER.version}",
     PROXY: f"LiteLLM proxy {LITELLM.version}",
 }
 PEERS: dict[str, Peer] = {ROUTER: VLLM_ROUTER, PROXY: LITELLM}
 # All of one Ray cluster.
-SERVED = (LEASES, INGRESS, DEPLOYED, OWN_PORT)
+SERVED = (LEASES, DEPLOYED)
 START_WITHIN_S = 240.0
 ALL_KINDS = frozenset(Kind)
-# HAProxy stands before neither of these.
-PAST_THE_PROXY = {LEASES: REQUEST_PATH - {Kind.PROXY}, INGRESS: REQUEST_PATH - {Kind.PROXY}}
 _LITELLM_CONFIG = """model_list:
   - model_name: {model}
     litellm_params: {{model: openai/{model}, api_base: "{url}/v1", api_key: none}}
@@ -152,13 +147,9 @@ class Stage:
         program = self.programs[DEPLOYED]
         assert program.ports_file is not None
         ports = Ports.model_validate_json(program.ports_file.read_text(encoding="utf-8"))
-        port = {
-            LEASES: ports.own_port,
-            INGRESS: ports.ingress,
-            DEPLOYED: ports.deployed,
-            OWN_PORT: ports.own_port_haproxy,
-        }[name]
-        return Target(name, port, program, PAST_THE_PROXY.get(name, REQUEST_PATH))
+        if name == LEASES:
+            return Target(name, ports.replica, program, REQUEST_PATH - {Kind.PROXY})
+        return Target(name, ports.deployed, program, REQUEST_PATH)
 
     def _made(self, name: str, folder: Path) -> Program:
         if name in (RELAY, APP):

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import httpx
 import uvicorn
-from ray.serve._private.http_util import RequestIdMiddleware
 
 from serving.engines.keys import AsgiApp, EngineKeys, Receive, Scope, Send
 from serving.engines.lease import Endpoint
@@ -264,9 +263,8 @@ async def running_stack() -> AsyncIterator[Stack]:
         pool = FakePool(engine_url)
         keys = EngineKeys(keys=("engine-secret",))
         app = GatewayApp(cast(EnginePool, pool), keys, GatewayMetrics(), Breakers(time.monotonic))
-        as_serve_runs_it = cast(AsgiApp, RequestIdMiddleware(cast(Any, app)))
         async with (
-            served(as_serve_runs_it) as url,
+            served(app) as url,
             # Loading certificates would take longer than a test.
             httpx.AsyncClient(
                 base_url=url, trust_env=False, verify=False, timeout=PATIENCE_S

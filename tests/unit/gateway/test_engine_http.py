@@ -17,6 +17,7 @@ from serving.gateway.engine_http import (
     EngineClient,
     EngineConnection,
     EngineConnectionError,
+    EngineSilentError,
 )
 from tests.unit.gateway.harness import PATIENCE_S
 
@@ -201,6 +202,45 @@ async def test_each_part_is_there_before_the_next_is_made(client: EngineClient) 
         assert await reply.read() == b"first"
         more.set()
         assert await read_all(reply) == b"second"
+
+
+@pytest.mark.parametrize("limits_s", [(60.0, 0.05), (0.05, 0.05), (0.05, 0.1)])
+async def test_silence_is_told_at_the_limit_of_the_wait_whatever_the_ones_before_had(
+    client: EngineClient, limits_s: tuple[float, float]
+) -> None:
+    first_s, last_s = limits_s
+
+    async def stop_talking(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM, chunk(b"one"))
+        await peer.over.wait()
+
+    async with running(stop_talking) as engine, posted(client, engine.endpoint()) as reply:
+        assert await reply.read(first_s) == b"one"
+        before = asyncio.get_running_loop().time()
+        with pytest.raises(EngineSilentError) as silent:
+            await reply.read(last_s)
+        assert silent.value.limit_s == last_s
+        assert asyncio.get_running_loop().time() - before >= last_s - 0.01
+        engine.peers[0].over.set()
+
+
+async def test_an_engine_that_talks_within_each_limit_may_take_longer_in_all(
+    client: EngineClient,
+) -> None:
+    async def talk(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM)
+        for _ in range(6):
+            await asyncio.sleep(0.3)
+            await peer.send(chunk(b"x"))
+        await peer.send(b"0\r\n\r\n")
+
+    async with running(talk) as engine, posted(client, engine.endpoint()) as reply:
+        got = b""
+        while part := await reply.read(1.5):
+            got += part
+        assert got == b"xxxxxx"
 
 
 async def test_requests_one_after_another_share_a_connection(client: EngineClient) -> None:

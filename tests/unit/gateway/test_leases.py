@@ -13,7 +13,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from serving.engines.lease import Endpoint
-from serving.gateway import leases
+from serving.gateway import idle_leases, leases
 from serving.gateway.errors import ApiError
 from serving.gateway.leases import EnginePool, EngineState
 from serving.router.balancing import Balancing, Hint
@@ -22,6 +22,8 @@ ENDPOINT = Endpoint(url="http://127.0.0.1:1", replica="replica-1", lease_id="lea
 RUNNING = EngineState(1, "RUNNING")
 ASLEEP = EngineState(0, "RUNNING")
 NO_HINT = Hint()
+GONE = "replica-gone"
+NO_TIME_S = 0.0
 WAKING = EngineState(0, "RUNNING", starting=True)
 
 
@@ -68,6 +70,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Handles none of whose replicas answers; a fake one has no request router to ask."""
     handles: set[int] = set()
     monkeypatch.setattr(leases, "answers_nobody", lambda handle: id(handle) in handles)
+    monkeypatch.setattr(leases, "takes_requests", lambda handle, replica: replica != GONE)
+    monkeypatch.setattr(idle_leases, "IDLE_S", NO_TIME_S)
     return handles
 
 
@@ -83,7 +87,7 @@ def pool_of(
 ) -> tuple[EnginePool, FakeStream]:
     """A pool with one application, `engine`, that answers so."""
     pool, stream = BlindPool(), FakeStream(answer)
-    pool._handles = {"engine": cast(DeploymentHandle, FakeHandle(stream))}
+    pool._use("engine", cast(DeploymentHandle, FakeHandle(stream)))
     pool._balancing = {"engine": "power-of-two"}
     pool._states = {"engine": state}
     return pool, stream
@@ -102,10 +106,69 @@ async def refusal(
     return refused.value
 
 
-async def test_a_lease_yields_the_endpoint_and_ends_with_the_block() -> None:
+async def test_a_lease_yields_the_endpoint_and_ends_some_time_after_the_block() -> None:
     pool, stream = pool_of(ENDPOINT)
     async with pool.lease("engine", "tiny-moe", 60, Hint()) as endpoint:
         assert (endpoint, stream.cancelled) == (ENDPOINT, 0)
+    assert stream.cancelled == 0
+    await asyncio.sleep(0.01)
+    assert stream.cancelled == 1
+
+
+async def test_the_next_request_has_the_lease_of_the_last() -> None:
+    handle = ManyReplicas(["a", "b"])
+    pool = pool_with(handle, 2)
+    for _ in range(3):
+        async with pool.lease("engine", "m", 60, Hint()) as endpoint:
+            assert endpoint.replica == "a"
+    assert len(handle.streams) == 1
+    await asyncio.sleep(0.01)
+    assert handle.streams[0].cancelled == 1
+
+
+async def test_requests_at_the_same_time_have_leases_of_their_own() -> None:
+    handle = ManyReplicas(["a", "b"])
+    pool = pool_with(handle, 2)
+    async with pool.lease("engine", "m", 60, Hint()), pool.lease("engine", "m", 60, Hint()):
+        assert len(handle.streams) == 2
+    # One runs on b, so the lease on a is the better one for another.
+    async with pool.lease("engine", "m", 60, Hint()) as first:
+        async with pool.lease("engine", "m", 60, Hint()) as second:
+            assert {first.replica, second.replica} == {"a", "b"}
+    assert len(handle.streams) == 2
+
+
+async def test_no_lease_is_used_again_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_leases, "OLDEST_S", -1.0)
+    pool, stream = pool_of(ENDPOINT)
+    async with pool.lease("engine", "m", 60, Hint()):
+        pass
+    assert stream.cancelled == 1
+
+
+async def test_no_lease_is_used_again_on_a_replica_that_takes_no_requests() -> None:
+    handle = ManyReplicas([GONE, "b"])
+    pool = pool_with(handle, 2)
+    for replica in (GONE, "b"):
+        async with pool.lease("engine", "m", 60, Hint()) as endpoint:
+            assert endpoint.replica == replica
+    assert handle.streams[0].cancelled == 1
+
+
+async def test_a_request_that_may_not_go_anywhere_uses_no_kept_lease() -> None:
+    handle = ManyReplicas(["a", "b"])
+    pool = pool_with(handle, 2)
+    async with pool.lease("engine", "m", 60, Hint()):
+        pass
+    async with pool.lease("engine", "m", 60, Hint(replica="b")) as endpoint:
+        assert (endpoint.replica, handle.streams[0].cancelled) == ("b", 1)
+
+
+async def test_what_an_update_takes_away_gives_its_kept_leases_back() -> None:
+    pool, stream = pool_of(ENDPOINT)
+    async with pool.lease("engine", "m", 60, Hint()):
+        pass
+    pool.keep_only(())
     assert stream.cancelled == 1
 
 
@@ -348,7 +411,7 @@ async def test_serves_router_gets_of_a_request_what_its_policy_needs(
 ) -> None:
     pool, stream = pool_of(ENDPOINT)
     handle = FakeHandle(stream)
-    pool._handles = {"engine": cast(DeploymentHandle, handle)}
+    pool._use("engine", cast(DeploymentHandle, handle))
     async with pool.lease("engine", "tiny-moe", 60, hint):
         pass
     assert (handle.called, handle.sessions) == (called, sessions)
@@ -401,7 +464,7 @@ class ManyReplicas:
 
 def pool_with(handle: ManyReplicas, running: int) -> EnginePool:
     pool, _ = pool_of(None, EngineState(running, "RUNNING"))
-    pool._handles = {"engine": cast(DeploymentHandle, handle)}
+    pool._use("engine", cast(DeploymentHandle, handle))
     return pool
 
 
@@ -412,6 +475,7 @@ async def test_leases_are_taken_until_the_wanted_replica_answers() -> None:
         assert endpoint.replica == "c"
         # The others have their slots back while this one is used.
         assert [stream.cancelled for stream in handle.streams] == [1, 1, 0]
+    await asyncio.sleep(0.01)
     assert [stream.cancelled for stream in handle.streams] == [1, 1, 1]
     # By its policy, Serve would have chosen the same one each time.
     assert handle.hints == [(hint,), (), ()]

@@ -17,9 +17,7 @@ from serving.studies.capacity.targets import (
     APP,
     DEPLOYED,
     DIRECT,
-    INGRESS,
     LEASES,
-    OWN_PORT,
     RELAY,
     ROUTER,
 )
@@ -47,14 +45,12 @@ def reading(target: str, workload: str = PACED, number: int = 0, **changes: Any)
 
 def everything() -> list[Reading]:
     """One round of all layers and one peer; each layer takes 0.1 s more than the one before."""
-    names = (DIRECT, RELAY, APP, LEASES, INGRESS, DEPLOYED, OWN_PORT, ROUTER)
+    names = (DIRECT, RELAY, APP, LEASES, DEPLOYED, ROUTER)
     cpu: dict[str, dict[Kind, float]] = {
         RELAY: {Kind.OTHER: 0.3},
         APP: {Kind.OTHER: 0.4},
         LEASES: {Kind.GATEWAY: 0.4, Kind.ENGINE_REPLICA: 0.1},
-        INGRESS: {Kind.GATEWAY: 0.5, Kind.ENGINE_REPLICA: 0.1},
         DEPLOYED: {Kind.GATEWAY: 0.5, Kind.ENGINE_REPLICA: 0.1, Kind.PROXY: 0.1},
-        OWN_PORT: {Kind.GATEWAY: 0.4, Kind.ENGINE_REPLICA: 0.1, Kind.PROXY: 0.2},
     }
     return [
         reading(name, load, path_cpu_s=cpu.get(name, {}))
@@ -146,13 +142,11 @@ def test_each_layer_says_what_it_adds_to_the_one_before() -> None:
     assert lines["app"][:2] == ["40.0", "+10.0"]
     assert lines["deployed"][:5] == [
         "70.0",
-        "+10.0",
+        "+20.0",
         "50.0",
         "10.0",
         "10.0",
     ]
-    # Serve's ingress is what it has not.
-    assert lines["own-port"][:2] == ["70.0", "+20.0"]
 
 
 def test_a_target_that_was_left_out_is_named_with_the_reason() -> None:
@@ -164,7 +158,7 @@ def test_a_target_that_was_left_out_is_named_with_the_reason() -> None:
 def test_the_json_has_every_reading_figure_and_goal() -> None:
     measured = Measured(Plan(), tuple(everything()), {"litellm": "not there"})
     value = json.loads(json.dumps(report.as_json(measured)))
-    assert len(value["rounds"]) == len(value["figures"]) == 24
+    assert len(value["rounds"]) == len(value["figures"]) == 18
     assert value["rounds"][0]["ttfb"] == {"p50_ms": 0.0, "p99_ms": 0.0}
-    assert (len(value["goals"]), value["skipped"]) == (4, {"litellm": "not there"})
+    assert (len(value["goals"]), value["skipped"]) == (2, {"litellm": "not there"})
     assert value["plan"]["connections"] == 64

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from serving.cli import app
 from serving.stack.environment import MARK, free_port
 from serving.studies.capacity import measure, peers, study, targets
-from serving.studies.capacity.deployed import replica_port, second_config
+from serving.studies.capacity.deployed import replica_port
 from serving.studies.capacity.measure import Plan
 from serving.studies.capacity.peers import LITELLM, VLLM_ROUTER, Peer, PeerError
 from serving.studies.capacity.ports import DeployedSettings, Ports
@@ -81,18 +81,14 @@ def test_only_what_is_asked_for_is_started(tmp_path: Path) -> None:
 
 
 def test_the_layers_of_ray_serve_are_one_program(tmp_path: Path) -> None:
-    stage = Stage(parse_targets("leases,ingress,deployed,own-port"), tmp_path)
+    stage = Stage(parse_targets("leases,deployed"), tmp_path)
     assert [program.name for program in stage.everything] == ["engine", "relay", DEPLOYED]
     program = stage.programs[DEPLOYED]
     given = DeployedSettings.model_validate_json(Path(program.command[-1]).read_text())
-    Path(given.ports_file).write_text(
-        Ports(deployed=1, ingress=2, own_port=3, own_port_haproxy=4).model_dump_json()
-    )
+    Path(given.ports_file).write_text(Ports(deployed=1, replica=2).model_dump_json())
     assert [(target.name, target.port) for target in stage.targets()[2:]] == [
-        ("leases", 3),
-        ("ingress", 2),
+        ("leases", 2),
         ("deployed", 1),
-        ("own-port", 4),
     ]
 
 
@@ -124,16 +120,6 @@ def test_a_program_that_fails_tells_its_last_lines(tmp_path: Path) -> None:
             relay.wait_until_ready("mock", within_s=30)
     finally:
         relay.stop()
-
-
-def test_the_second_haproxy_stands_before_the_gateways_own_socket() -> None:
-    text = second_config(CONFIG, "/tmp/y/http", 8888, Path("/tmp/y"))
-    assert "server SERVE_REPLICA_x unix@/tmp/y/http check observe layer4" in text
-    assert "bind 127.0.0.1:8888 proto h1" in text
-    assert "127.0.0.1:8500 check backup" in text
-    assert "httpchk GET /healthz" in text
-    for taken in ("/tmp/x", "server-state", "bind 127.0.0.1:1\n", "bind 127.0.0.1:3\n"):
-        assert taken not in text
 
 
 def test_the_fallback_is_not_taken_for_the_gateway() -> None:
@@ -204,4 +190,4 @@ def test_an_environment_that_cannot_be_made_is_not_left_behind(
 def test_the_counted_processes_of_the_engine_itself_are_none(tmp_path: Path) -> None:
     stage = Stage(parse_targets("relay"), tmp_path)
     assert [bool(target.counted) for target in stage.targets()] == [False, True]
-    assert targets.SERVED == ("leases", "ingress", "deployed", "own-port")
+    assert targets.SERVED == ("leases", "deployed")
