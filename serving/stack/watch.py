@@ -27,7 +27,7 @@ from ray.util import placement_group_table
 from serving.stack.engine_plan import ENGINE_PREFIX
 from serving.stack.events import FAILED, IDLE, LOADING, READY, STARTING, WAITING, Step
 
-POLL_EVERY_S = 0.5
+POLL_EVERY_S = 1.0
 UNFIT_WITHIN_S = 5.0
 MESSAGE_LINES = 8
 MESSAGE_CHARACTERS = 1200

@@ -44,7 +44,7 @@ CODE_PROMPTS = (
 )
 # Longer than any test waits on one stream.
 ENDLESS = {"max_tokens": 3900, "ignore_eos": True}
-UP_WITHIN_S = 420.0
+UP_WITHIN_S = 600.0
 COMMAND = str(Path(sys.executable).parent / "moe-serving")
 
 # Small limits where a test has to reach them, and room for a second engine beside the

@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from serving.engines.keys import Send
 from serving.gateway import errors
 from serving.gateway.app import RELAYED
 from serving.gateway.leases import EngineState
@@ -475,3 +476,26 @@ async def test_without_the_setting_no_origin_may_call(stack: Stack) -> None:
     response = await stack.client.post(COMPLETIONS, json={"model": MODEL}, headers=headers)
     assert response.status_code == 200
     assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+async def test_a_gateway_that_holds_as_many_requests_as_it_may_says_when_to_retry(
+    stack: Stack,
+) -> None:
+    stack.use(max_ongoing_requests=1)
+    answer, go_on = whole(b"{}"), asyncio.Event()
+
+    async def wait(send: Send) -> None:
+        await go_on.wait()
+        await answer(send)
+
+    stack.engine.behave = wait
+    first = asyncio.create_task(stack.ask())
+    await stack.engine.busy.wait()
+    refused = await stack.ask()
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "no_capacity")
+    assert refused.headers["retry-after"] == "2"
+    # What asks for nothing of an engine is answered as ever.
+    assert (await stack.client.get("/v1/models")).status_code == 200
+    go_on.set()
+    assert (await first).status_code == 200
+    assert (await stack.ask()).status_code == 200

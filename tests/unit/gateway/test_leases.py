@@ -132,9 +132,11 @@ async def test_requests_at_the_same_time_have_leases_of_their_own() -> None:
     async with pool.lease("engine", "m", 60, Hint()), pool.lease("engine", "m", 60, Hint()):
         assert len(handle.streams) == 2
     # One runs on b, so the lease on a is the better one for another.
-    async with pool.lease("engine", "m", 60, Hint()) as first:
-        async with pool.lease("engine", "m", 60, Hint()) as second:
-            assert {first.replica, second.replica} == {"a", "b"}
+    async with (
+        pool.lease("engine", "m", 60, Hint()) as first,
+        pool.lease("engine", "m", 60, Hint()) as second,
+    ):
+        assert {first.replica, second.replica} == {"a", "b"}
     assert len(handle.streams) == 2
 
 
