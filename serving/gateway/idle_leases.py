@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -22,8 +23,9 @@ from serving.engines.lease import Endpoint
 
 # Before the replica ends it by itself, so that none is used that is over.
 IDLE_S = 0.5
-# Then Serve's router is asked again: it balances, and a replica that drains has to come to an end.
-OLDEST_S = 5.0
+# Then Serve's router is asked again, so that a new replica gets its share; at different times, so
+# that leases which were taken together do not end together.
+OLDEST_S = (5.0, 15.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +34,10 @@ class Lease:
 
     stream: DeploymentResponseGenerator
     endpoint: Endpoint
-    taken_at: float = field(default_factory=time.monotonic)
+    renewed_at: float = field(
+        default_factory=lambda: time.monotonic() + random.uniform(*OLDEST_S)
+    )
+    """Not used for another request from then on, by the monotonic clock."""
     expiry: asyncio.TimerHandle | None = None
 
     def release(self) -> None:
@@ -75,7 +80,7 @@ class IdleLeases:
         self._running[replica] -= 1
         if not self._running[replica]:
             del self._running[replica]
-        if not whole or time.monotonic() - lease.taken_at > OLDEST_S:
+        if not whole or time.monotonic() > lease.renewed_at:
             lease.release()
             return
         self._idle[replica].append(lease)

@@ -141,7 +141,7 @@ async def test_requests_at_the_same_time_have_leases_of_their_own() -> None:
 
 
 async def test_no_lease_is_used_again_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle_leases, "OLDEST_S", -1.0)
+    monkeypatch.setattr(idle_leases, "OLDEST_S", (-1.0, -1.0))
     pool, stream = pool_of(ENDPOINT)
     async with pool.lease("engine", "m", 60, Hint()):
         pass
