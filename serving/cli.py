@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -192,6 +192,48 @@ def _engine_line(engine: EngineStatus) -> str:
 
 
 app.command()(check)
+
+
+@app.command("serve-config")
+def serve_config(
+    stack: Annotated[str, typer.Argument(help="a stack file, or the name of a shipped one")],
+    old: Annotated[
+        str | None, typer.Option("--from", help="the stack that runs, for an update of it")
+    ] = None,
+    step: Annotated[
+        Literal["load", "switch", "finish"], typer.Option(help="of an update, in this order")
+    ] = "finish",
+    env: Annotated[
+        bool, typer.Option("--env", help="print what Ray's own processes need, for a shell")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write to this file instead")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="even where `moe-serving check` finds errors")
+    ] = False,
+) -> None:
+    """Write a stack as a Serve config, for `serve deploy` and a RayService."""
+    from serving.stack.serve_config import as_exports, environment, to_yaml
+    from serving.stack.serve_config import serve_config as config_of
+    from serving.stack.update import UpdateRefused
+
+    if old is None and step != "finish":
+        fail(f"--step {step} is of an update; name the stack that runs with --from")
+    spec = _load(stack)
+    if not force:
+        _refuse_errors(spec)
+    before = None if old is None else _load(old)
+    try:
+        text = as_exports(environment(spec)) if env else to_yaml(config_of(spec, before, step))
+        if output is None:
+            print(text, end="")
+        else:
+            output.write_text(text, encoding="utf-8")
+    except UpdateRefused as error:
+        fail(str(error))
+    except OSError as error:
+        fail(f"{error.filename}: {(error.strerror or str(error)).lower()}; name another file")
 
 
 @app.command()

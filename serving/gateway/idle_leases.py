@@ -34,9 +34,7 @@ class Lease:
 
     stream: DeploymentResponseGenerator
     endpoint: Endpoint
-    renewed_at: float = field(
-        default_factory=lambda: time.monotonic() + random.uniform(*OLDEST_S)
-    )
+    renewed_at: float = field(default_factory=lambda: time.monotonic() + random.uniform(*OLDEST_S))
     """Not used for another request from then on, by the monotonic clock."""
     expiry: asyncio.TimerHandle | None = None
 

@@ -12,7 +12,6 @@ from starlette.middleware import Middleware
 
 from serving.engines.keys import AsgiApp, Receive, Scope, Send
 
-MIDDLEWARES = "serving.gateway.ingress:middlewares"
 # Serve's own paths: whether this replica takes requests, and which.
 _SERVES_OWN = "/-/"
 

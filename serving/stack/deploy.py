@@ -1,8 +1,8 @@
 """A validated stack as Ray Serve applications: engines and gateway, started and changed.
 
-Owns the deployment options and the order. Runs in the `driver` process, which has
-connected to the stack's own Ray. Leaves what an update consists of to `update`,
-and reading Serve's state to `watch`.
+Owns the order. Runs in the `driver` process, which has connected to the stack's own
+Ray. Leaves what an application consists of to `applications`, what an update does to
+`update`, and reading Serve's state to `watch`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
-from ray.serve.llm import LLMConfig, build_llm_deployment
 
 import serving
-from serving.engines.vllm import HEALTH_CHECK_PERIOD_S, VllmEngine
-from serving.gateway.deployment import build_gateway
+
+# Loaded here, while Ray still starts: the builders would load it when everybody waits.
+import serving.engines.vllm
 from serving.stack import update
+from serving.stack.applications import Part, engine_part, gateway_part
 from serving.stack.engine_plan import EnginePlan, plan_engines
 from serving.stack.events import DRAINING, ENDED, UNFIT, Outcome, Step
 from serving.stack.gateway_plan import GATEWAY_APP, GatewayPlan, plan_gateway
@@ -73,7 +74,7 @@ def change(old: StackSpec, new: StackSpec, emit: Emit) -> Outcome:
         return Outcome(text="nothing to change", changed=False)
     extra = update.grown(before, plan.change)
     needed = {kind: n + extra[kind] for kind, n in update.resources_for(plan.start).items()}
-    _check_room_beside(needed)
+    _check_room_beside(needed, new.gateway)
     try:
         _start_and_switch(plan, plan_gateway(new, after), emit)
     except BaseException as error:
@@ -160,9 +161,17 @@ def _check_room(plans: Sequence[EnginePlan], gateway: GatewaySpec) -> None:
             f"not enough room: the stack {missing}; choose a smaller stack, fewer replicas, "
             "or a lower num_cpus (what Ray sets aside, not a limit)"
         )
+    if problem := update.too_few_nodes(gateway, _nodes()):
+        raise DeployError(problem)
 
 
-def _check_room_beside(need: Mapping[str, float]) -> None:
+def _nodes() -> int:
+    return sum(bool(node["Alive"]) for node in ray.nodes())
+
+
+def _check_room_beside(need: Mapping[str, float], gateway: GatewaySpec) -> None:
+    if problem := update.too_few_nodes(gateway, _nodes()):
+        raise update.UpdateRefused(f"{problem}. Nothing was changed")
     if missing := update.shortage(need, ray.available_resources(), ray.cluster_resources()):
         raise update.UpdateRefused(
             f"not enough room: the new engines start beside the old ones and {missing}; "
@@ -184,81 +193,22 @@ def _run(targets: Sequence[serve.RunTarget]) -> None:
 
 
 def _engine_target(plan: EnginePlan) -> serve.RunTarget:
-    application = _versioned(engine_application(plan), plan.app_name)
-    return serve.RunTarget(target=application, name=plan.app_name, route_prefix=None)
+    return _target(engine_part(plan), version=plan.app_name)
 
 
 def _gateway_target(plan: GatewayPlan) -> serve.RunTarget:
-    application = build_gateway(
-        plan.settings,
-        num_replicas=plan.replicas,
-        max_ongoing_requests=plan.max_ongoing_requests,
-        ray_actor_options={"num_cpus": plan.num_cpus},
-        graceful_shutdown_timeout_s=plan.drain_within_s,
-        max_constructor_retry_count=1,
-    )
-    return serve.RunTarget(
-        target=_versioned(application, serving.__version__), name=GATEWAY_APP, route_prefix="/"
-    )
+    return _target(gateway_part(plan), version=serving.__version__)
 
 
-def _versioned(application: serve.Application, version: str) -> serve.Application:
-    """The same application under a version of ours.
+def _target(part: Part, version: str) -> serve.RunTarget:
+    """The application with its options over it, under a version of ours.
 
     Without one Serve gives every deploy a random version and replaces the
     replicas, even where only `user_config` or the number of replicas has changed.
     Serve 2.60 has no public way to name it.
     """
-    application._bound_deployment._version = version
-    return application
-
-
-def engine_application(plan: EnginePlan) -> serve.Application:
-    """The Serve application of one engine."""
-    arguments = {**plan.vllm_args, **plan.frontend_args}
-    arguments.pop("model")
-    if plan.speculative is not None:
-        # Each reply then says what was drafted and accepted; a plain engine refuses the first.
-        arguments["per_request_spec_decode_metrics"] = "summary"
-        arguments["enable_per_request_metrics"] = True
-    config = LLMConfig(
-        model_loading_config={"model_id": plan.model_id, "model_source": plan.source},
-        engine_kwargs=arguments,
-        # Off, so that vLLM keeps its own Prometheus metrics under their own names.
-        log_engine_metrics=False,
-        accelerator_config=None if plan.gpus else {"kind": "cpu"},
-        placement_group_config={"bundles": _bundles(plan)},
-        # The bundles are all an engine takes; Ray would add a core of its own.
-        deployment_config={"ray_actor_options": {"num_cpus": 0}},
-        runtime_env={"env_vars": dict(plan.env)},
-    )
-    scaling: dict[str, object] = (
-        {"autoscaling_config": plan.autoscaling.model_dump()}
-        if plan.autoscaling
-        else {"num_replicas": plan.replicas, "autoscaling_config": None}
-    )
-    return build_llm_deployment(
-        config,
-        deployment_cls=VllmEngine,
-        override_serve_options={
-            "ray_actor_options": {
-                "num_cpus": 0,
-                "runtime_env": {"env_vars": dict(plan.env)},
-            },
-            "max_ongoing_requests": plan.max_ongoing_requests,
-            "max_queued_requests": 4 * plan.max_ongoing_requests,
-            "health_check_period_s": HEALTH_CHECK_PERIOD_S,
-            # A replica that is taken away first finishes what it has.
-            "graceful_shutdown_timeout_s": plan.drain_within_s,
-            # What vLLM refuses once it refuses again, and each try takes minutes.
-            "max_constructor_retry_count": 1,
-            **scaling,
-        },
-    )
-
-
-def _bundles(plan: EnginePlan) -> list[dict[str, float]]:
-    """What Ray sets aside for one replica: one bundle per GPU, the cores with the first."""
-    if not plan.gpus:
-        return [{"CPU": plan.num_cpus}]
-    return [{"GPU": 1, "CPU": plan.num_cpus}] + [{"GPU": 1}] * (plan.gpus - 1)
+    application = part.builder(part.args)
+    deployment = application._bound_deployment.options(**part.options)
+    deployment._version = version
+    application._bound_deployment = deployment
+    return serve.RunTarget(target=application, name=part.name, route_prefix=part.route_prefix)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from serving.engines.keys import KEY_FILE_VARIABLE, make_key_file
 from serving.gateway import haproxy
-from serving.gateway.ingress import MIDDLEWARES
 from serving.stack.spec import TlsSpec
 
 MARK = "MOE_SERVING_MARK"
+# Not imported: it needs starlette, which is where Ray Serve is.
+MIDDLEWARES = "serving.gateway.ingress:middlewares"
 
 
 def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dict[str, str]:

@@ -18,7 +18,7 @@ from serving.stack.spec import ModelSpec, StackSpec
 
 GATEWAY_APP = "gateway"
 # HAProxy's listener and Ray's reservation are taken once, when the gateway's processes start.
-FIXED_FIELDS = ("host", "port", "tls", "num_cpus")
+FIXED_FIELDS = ("host", "port", "tls", "num_cpus", "max_replicas_per_node")
 # Of a request's time, for an engine that wakes; the rest is for the answer.
 WAKE_SHARE = 0.9
 
@@ -29,6 +29,7 @@ class GatewayPlan:
 
     settings: GatewaySettings
     replicas: int
+    max_replicas_per_node: int | None
     max_ongoing_requests: int
     num_cpus: float
     """Cores that Ray sets aside per replica."""
@@ -59,6 +60,7 @@ def plan_gateway(stack: StackSpec, engines: Sequence[EnginePlan]) -> GatewayPlan
     return GatewayPlan(
         settings=settings,
         replicas=gateway.replicas,
+        max_replicas_per_node=gateway.max_replicas_per_node,
         max_ongoing_requests=gateway.max_ongoing_requests,
         num_cpus=gateway.num_cpus,
         drain_within_s=gateway.request_timeout_s,

@@ -208,7 +208,11 @@ def prepare(stack: StackSpec, port_option: int | None) -> Run:
 
 
 def start_ray(run: Run) -> None:
-    """Start a Ray head on loopback; raises RuntimeFailure with Ray's own last lines."""
+    """Start a Ray head; raises RuntimeFailure with Ray's own last lines.
+
+    For 127.0.0.1 Ray 2.60 takes the machine's first address, so that nodes can join: what guards
+    its ports is the token.
+    """
     command = [
         str(Path(sys.executable).parent / "ray"),
         "start",

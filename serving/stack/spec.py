@@ -67,6 +67,9 @@ class GatewaySpec(Spec):
     host: str = Field(default="127.0.0.1", description="address listened on; 0.0.0.0 for all")
     port: int = Field(default=8000, ge=1, le=65535, description="port listened on")
     replicas: int = Field(default=1, ge=1, description="gateway processes")
+    max_replicas_per_node: int | None = Field(
+        default=None, ge=1, le=100, description="gateway processes on one Ray node, at most"
+    )
     num_cpus: float = Field(default=0.1, ge=0, description="cores Ray sets aside for each")
     max_body_mib: int = Field(default=16, ge=1, description="largest request body, MiB")
     max_ongoing_requests: int = Field(

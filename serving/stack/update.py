@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from serving.stack.engine_plan import EnginePlan
 from serving.stack.gateway_plan import FIXED_FIELDS, plan_gateway
-from serving.stack.spec import StackSpec
+from serving.stack.spec import GatewaySpec, StackSpec
 
 # Serve's tree of prompts is an actor, which Ray places only where a core is free, and then
 # takes none. Until it is placed, the gateway would wait for it with all its requests.
@@ -80,6 +80,18 @@ def refuse_fixed_fields(old: StackSpec, new: StackSpec) -> None:
                 f"{_shown(before)}, and this cannot change while it runs; "
                 "`moe-serving down`, then `moe-serving up` again"
             )
+
+
+def too_few_nodes(gateway: GatewaySpec, nodes: int) -> str | None:
+    """Why the gateway's processes cannot be spread over `nodes` Ray nodes, and the cure."""
+    most = gateway.max_replicas_per_node
+    if most is None or gateway.replicas <= most * nodes:
+        return None
+    return (
+        f"gateway.replicas: found {gateway.replicas}, but with max_replicas_per_node {most} "
+        f"Ray's {nodes} node{'' if nodes == 1 else 's'} can have {most * nodes}; lower it, "
+        "or start Ray on more nodes first"
+    )
 
 
 def _shown(value: object) -> str:

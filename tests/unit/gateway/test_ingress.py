@@ -12,7 +12,8 @@ from ray.serve._private.http_util import (
 )
 
 from serving.engines.keys import AsgiApp, Receive, Scope, Send
-from serving.gateway.ingress import MIDDLEWARES, Ingress
+from serving.gateway.ingress import Ingress
+from serving.stack.environment import MIDDLEWARES
 
 
 class Noted:

@@ -17,6 +17,7 @@ from serving.stack.update import (
     refuse_fixed_fields,
     resources_for,
     shortage,
+    too_few_nodes,
 )
 
 
@@ -95,6 +96,10 @@ def test_aliases_and_the_default_variant_are_the_gateway_s_alone() -> None:
         ("port: 9000", "gateway.port: found 9000, but the running stack has 8000"),
         ("host: 0.0.0.0", "gateway.host: found 0.0.0.0, but the running stack has 127.0.0.1"),
         ("num_cpus: 1", "gateway.num_cpus: found 1.0, but the running stack has 0.1"),
+        (
+            "max_replicas_per_node: 1",
+            "gateway.max_replicas_per_node: found 1, but the running stack has none",
+        ),
     ],
 )
 def test_a_field_that_cannot_change_is_named_with_the_cure(gateway: str, expected: str) -> None:
@@ -103,6 +108,16 @@ def test_a_field_that_cannot_change_is_named_with_the_cure(gateway: str, expecte
     assert str(caught.value) == (
         f"{expected}, and this cannot change while it runs; "
         "`moe-serving down`, then `moe-serving up` again"
+    )
+
+
+def test_a_gateway_for_more_nodes_than_there_are_is_refused_with_the_cure() -> None:
+    two = stack(gateway="replicas: 2, max_replicas_per_node: 1").gateway
+    assert too_few_nodes(two, 2) is None
+    assert too_few_nodes(stack(gateway="replicas: 2").gateway, 1) is None
+    assert too_few_nodes(two, 1) == (
+        "gateway.replicas: found 2, but with max_replicas_per_node 1 Ray's 1 node can have 1; "
+        "lower it, or start Ray on more nodes first"
     )
 
 
