@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import CODE_PROMPTS, RunningStack
+from tests.integration.harness import CODE_PROMPTS, RunningStack, wait_until
 
 DRAFTED, ACCEPTED = (f"vllm:spec_decode_num_{what}_tokens_total" for what in ("draft", "accepted"))
 # Two sums in another order differ by about this much in bfloat16 logits.
@@ -59,6 +59,23 @@ def test_drafts_are_accepted_at_temperature_too(stack: RunningStack) -> None:
         accepted += reported["num_accepted_draft_tokens"]
 
     assert accepted / drafted > 0.3, f"{accepted} of {drafted} accepted"
+
+
+@pytest.mark.slow
+def test_drafting_that_collapses_is_told_and_so_is_its_recovery(stack: RunningStack) -> None:
+    engine = stack.engine("tiny-moe@mtp")
+    asked = {"max_tokens": 96, "ignore_eos": True, "top_p": 1}
+
+    def after_text_at(temperature: float) -> bool:
+        for prompt in CODE_PROMPTS:
+            stack.complete("tiny-moe@mtp", prompt, temperature=temperature, **asked)
+        return engine.metric("moe_serving_drafting_collapsed") == 1
+
+    # What others fall from, where nothing was asked of the engine before.
+    assert not after_text_at(0.0)
+    # So hot, the text is noise, which no head foresees.
+    wait_until(lambda: after_text_at(2.0), 240, "the collapse is told")
+    wait_until(lambda: not after_text_at(0.0), 240, "the recovery is told")
 
 
 @dataclass(frozen=True, slots=True)
