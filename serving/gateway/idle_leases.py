@@ -12,7 +12,8 @@ import contextlib
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ray.exceptions import RayError
@@ -26,6 +27,8 @@ IDLE_S = 0.5
 # Then Serve's router is asked again, so that a new replica gets its share; at different times, so
 # that leases which were taken together do not end together.
 OLDEST_S = (5.0, 15.0)
+# Serve's router answers sooner where a slot is free; who waits longer waits for one.
+ANSWERS_WITHIN_S = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +57,7 @@ class IdleLeases:
         self._usable = usable
         self._idle: defaultdict[str, list[Lease]] = defaultdict(list)
         self._running: Counter[str] = Counter()
+        self._waiting: dict[object, float] = {}
 
     def take(self) -> Lease | None:
         """One on the replica that has the fewest requests from here; None where there is none."""
@@ -68,17 +72,32 @@ class IdleLeases:
             self._drop(replica)
         return None
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A request waits for Serve's router, as long as the block runs."""
+        request = object()
+        self._waiting[request] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._waiting[request]
+
     def begun(self, lease: Lease) -> None:
         """A request begins with it."""
         self._running[lease.endpoint.replica] += 1
 
     def ended(self, lease: Lease, *, whole: bool) -> None:
-        """Its request is over: keep the lease where that was answered as a `whole`, for a while."""
+        """Its request is over: keep the lease where that was answered as a `whole`, for a while.
+
+        Not where another waits for a slot, which in Serve's queue was there before the next one.
+        """
         replica = lease.endpoint.replica
         self._running[replica] -= 1
         if not self._running[replica]:
             del self._running[replica]
-        if not whole or time.monotonic() > lease.renewed_at:
+        now = time.monotonic()
+        longest = now - next(iter(self._waiting.values()), now)
+        if not whole or now > lease.renewed_at or longest > ANSWERS_WITHIN_S:
             lease.release()
             return
         self._idle[replica].append(lease)

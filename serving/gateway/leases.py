@@ -222,10 +222,10 @@ class EnginePool:
         ApiError: 503 where no replica runs, or none is awake in time, 429 where none is free in
         time, 404 where it is not the one that `hint` needs.
         """
-        handle = self._handles.get(app_name)
+        handle, idle = self._handles.get(app_name), self._idle.get(app_name)
         if not self.state(app_name).running_replicas or not self.state(app_name).ready:
             await self.look()
-        if handle is None:
+        if handle is None or idle is None:
             raise self._unavailable(app_name, model)
         self._check(handle, app_name, model)
         if self.state(app_name).asleep:
@@ -233,12 +233,14 @@ class EnginePool:
                 raise errors.response_out_of_reach(model)
             if not wake_timeout_s:
                 raise self._waking(app_name, model, wake_timeout_s)
-        idle, whole = self._idle[app_name], False
         if hint != Hint():
             # Its replica's slot may be among those that are kept.
             idle.clear()
         patience = _Patience(queue_timeout_s, wake_timeout_s)
-        lease = idle.take() or await self._granted(handle, app_name, model, hint, patience)
+        lease, whole = idle.take(), False
+        if lease is None:
+            with idle.waiting():
+                lease = await self._granted(handle, app_name, model, hint, patience)
         idle.begun(lease)
         try:
             yield lease.endpoint

@@ -140,6 +140,20 @@ async def test_requests_at_the_same_time_have_leases_of_their_own() -> None:
     assert len(handle.streams) == 2
 
 
+async def test_no_lease_is_kept_while_another_request_waits_for_a_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(idle_leases, "ANSWERS_WITHIN_S", 0.0)
+    pool, stream = pool_of(ENDPOINT)
+    handle = cast(FakeHandle, pool._handles["engine"])
+    async with pool.lease("engine", "m", 60, Hint()):
+        handle.stream = full = FakeStream(None)
+        waiting = asyncio.create_task(refusal(pool, timeout_s=0))
+        await full.asked.wait()
+    assert stream.cancelled == 1
+    assert (await waiting).status == 429
+
+
 async def test_no_lease_is_used_again_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_leases, "OLDEST_S", (-1.0, -1.0))
     pool, stream = pool_of(ENDPOINT)
