@@ -344,9 +344,10 @@ class RunningStack:
         return self.metric("moe_serving_leases")
 
     def replica_leases(self) -> dict[str, float]:
-        """Leases that the engines' own replicas count as held."""
+        """Leases that the engines' own replicas count as held; of those that answer."""
         name = "moe_serving_replica_leases"
-        return {v: self.engine(v).metric(name, state="granted") for v in VARIANTS}
+        engines = {v: self.engines(v) for v in VARIANTS}
+        return {v: each[0].metric(name, state="granted") for v, each in engines.items() if each}
 
     def readiness(self) -> dict[str, str]:
         """Each variant's state by /readyz; {} where the gateway does not answer."""
