@@ -30,7 +30,7 @@ from tests.integration.harness import (
 )
 
 REPLACED_WITHIN_S = 240.0
-# The issue's own figure.
+# What is promised; it is 24 s as a rule.
 HANG_NOTICED_WITHIN_S = 30.0
 
 
@@ -123,12 +123,12 @@ def test_a_stream_whose_whole_replica_dies_ends_with_an_error(stack: RunningStac
 
 @pytest.mark.slow
 def test_a_killed_worker_takes_its_engine_along_and_the_stream_is_told(stack: RunningStack) -> None:
-    engine = stack.engine("tiny-dense@plain")
-    (worker,) = [p for p in engine.core.children() if "VLLM::Worker" in " ".join(p.cmdline())]
+    core = stack.engine("tiny-dense@plain").core
+    (worker,) = [p for p in core.children() if "VLLM::Worker" in " ".join(p.cmdline())]
     with endless_stream(stack, "tiny-dense") as lines:
         worker.kill()
         assert_ended_by_an_error(list(lines), "tiny-dense")
-    wait_until(lambda: ended(engine.core), 15, "the engine core without a worker ends")
+    wait_until(lambda: ended(core), 15, "the engine core without a worker ends")
 
 
 @pytest.mark.slow
