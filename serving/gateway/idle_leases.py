@@ -31,6 +31,12 @@ OLDEST_S = (5.0, 15.0)
 ANSWERS_WITHIN_S = 0.1
 
 
+def release(stream: DeploymentResponseGenerator) -> None:
+    """Give back the slot that a lease's call holds or waits for."""
+    with contextlib.suppress(RayError, RayServeException):
+        stream.cancel()
+
+
 @dataclass(slots=True, eq=False)
 class Lease:
     """One slot of one replica, which Serve counts until `release`."""
@@ -43,8 +49,7 @@ class Lease:
 
     def release(self) -> None:
         """Give the slot back to Serve."""
-        with contextlib.suppress(RayError, RayServeException):
-            self.stream.cancel()
+        release(self.stream)
 
 
 class IdleLeases:

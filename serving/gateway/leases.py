@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from serving.engines.lease import Endpoint
 from serving.gateway import errors
-from serving.gateway.idle_leases import IdleLeases, Lease
+from serving.gateway.idle_leases import IdleLeases, Lease, release
 from serving.gateway.request_routers import answers_nobody, routing_by, takes_requests
 from serving.router.balancing import Balancing, Hint
 
@@ -273,7 +273,8 @@ class EnginePool:
                 raise errors.engine_unfit(model, endpoint.unfit, RETRY_AFTER_LOADING_S)
             return Lease(taken.pop(), endpoint)
         finally:
-            _release(taken)
+            for stream in taken:
+                release(stream)
 
     def _attempts(self, app_name: str, hint: Hint) -> int:
         """How many leases may be taken until one is on the replica that is wanted.
@@ -359,9 +360,3 @@ def _ask(handle: DeploymentHandle, hint: Hint) -> DeploymentResponseGenerator:
     # An argument without a prompt makes Serve's prefix-aware router fail.
     stream: DeploymentResponseGenerator = handle.remote(*([hint] if hint.prompt else []))
     return stream
-
-
-def _release(streams: Iterable[DeploymentResponseGenerator]) -> None:
-    for stream in streams:
-        with suppress(RayError, RayServeException):
-            stream.cancel()
