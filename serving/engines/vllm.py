@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import ray
@@ -67,6 +68,9 @@ class VllmEngine(LLMServer):
 
     async def start(self) -> None:
         """Start the engine, then its HTTP server on this node's address and a unix socket."""
+        if Path(self._llm_config.model_loading_config.model_source).is_dir():
+            # Ray would start a process on each node to find that there is nothing to fetch.
+            self._llm_config.get_or_create_callback().ctx.run_init_node = False
         await super().start()
         self._leases = LeaseBook()
         LEASES.labels("granted").set_function(lambda: self._leases.open_count)

@@ -14,23 +14,19 @@ Drafting: the same convolution, with drafting on, takes a loop in Python over th
 sequences unless the CPU has AMX, although its kernel, as the weights are packed
 for it, wants no more than AVX-512 BF16. Here it is used wherever it runs.
 
-Waiting: the engine core and its worker wait for each other by asking all the time
-and yielding in between. That takes the cores the model is to run on, and since Linux
-6.18, where yielding gives up more than a turn, whoever else wants a core may wait for
-half a second: streams stand still and then come at once. Here they sleep until told.
+Worker: vLLM gives even a single worker a process of its own, to bind its threads to cores
+there. The engine core and that process then wait for each other by asking all the time and
+yielding in between, which takes the cores the model is to run on: streams stand still for
+half a second and then come at once. Where no thread is bound (`nobind`), the one worker
+runs in the engine core's own process, as on a GPU: one process less to start, and no waiting.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import os
 from typing import Any
 
 import torch
-
-# The message that wakes a sleeper may be dropped, so none sleeps longer in a busy engine.
-WAKE_AFTER_MS = 1
-BUSY_FOR_S = 1.0
 
 
 def register() -> None:
@@ -39,7 +35,6 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.v1.sample import rejection_sampler
 
@@ -54,18 +49,20 @@ def register() -> None:
     if torch.cpu._is_avx512_bf16_supported():
         gdn_attention.is_arm_bf16 = lambda: True
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-    shm_broadcast.SpinCondition.wait = wait_asleep(shm_broadcast.SpinCondition.wait)
+    platform = type(current_platform)
+    check = platform.check_and_update_config.__func__
+
+    def check_and_choose(cls: type, config: Any) -> None:
+        check(cls, config)
+        choose_executor(config.parallel_config)
+
+    platform.check_and_update_config = classmethod(check_and_choose)
 
 
-def wait_asleep(wait: Callable[..., None]) -> Callable[..., None]:
-    """A `SpinCondition.wait` that polls the notification's socket where `wait` would yield."""
-
-    def asleep(condition: Any, timeout_ms: int | None = None) -> None:
-        condition.busy_loop_s = -1  # never yields
-        busy = time.monotonic() <= condition.last_read + BUSY_FOR_S
-        wait(condition, WAKE_AFTER_MS if busy else timeout_ms)
-
-    return asleep
+def choose_executor(parallel: Any) -> None:
+    """Have the only worker of a vLLM `ParallelConfig` run in the engine core's process."""
+    if parallel.world_size == 1 and os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == "nobind":
+        parallel.distributed_executor_backend = "uni"
 
 
 def with_token_stride(x: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,6 @@ LABELS = {
 }
 START_WITHIN_S = 420.0
 READY_PROMPT = "def add(a, b):"
-# On a CPU, `ray.serve.llm` starts vLLM with this executor; the bare server gets the same.
-EXECUTOR = "mp"
 # Ray gives its workers one OpenMP thread; a bare server would take every core.
 ENGINE_ENV = {"OMP_NUM_THREADS": "1"}
 # Ray runs its workers at nice 15: they would lose to the client, and the bare server would not.
@@ -158,10 +156,6 @@ def plain_stack(name: str, folder: Path) -> tuple[Path, EnginePlan]:
     raw = yaml.safe_load(stack_path(name).read_text(encoding="utf-8"))
     model = raw["models"][0]
     model |= {"variants": {"plain": model["variants"].get("plain")}, "default_variant": "plain"}
-    model["engine_args"] = {
-        "distributed_executor_backend": EXECUTOR,
-        **model.get("engine_args", {}),
-    }
     model["env"] = {**model.get("env", {}), **ENGINE_ENV}
     file = folder / "plain.yaml"
     file.write_text(yaml.safe_dump({**raw, "models": [model]}), encoding="utf-8")

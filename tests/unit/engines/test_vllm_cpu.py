@@ -1,6 +1,5 @@
 """The cures of vLLM's CPU build."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +7,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from serving.engines.vllm_cpu import (  # noqa: E402
-    WAKE_AFTER_MS,
+    choose_executor,
     expand_batch_to_tokens,
-    wait_asleep,
     with_token_stride,
 )
 
@@ -87,32 +85,16 @@ def test_the_drafting_convolution_is_the_one_that_vllm_loops_over(accepted: int)
 
 
 @pytest.mark.parametrize(
-    ("idle_for_s", "asked_ms", "slept_ms"),
-    [(0.0, None, WAKE_AFTER_MS), (0.0, 500, WAKE_AFTER_MS), (60.0, None, None), (60.0, 500, 500)],
+    ("workers", "bind", "executor"),
+    [(1, "nobind", "uni"), (1, "0-1", "mp"), (1, None, "mp"), (2, "nobind", "mp")],
 )
-def test_a_wait_never_yields_and_is_short_while_the_engine_is_busy(
-    idle_for_s: float, asked_ms: int | None, slept_ms: int | None
+def test_the_only_worker_runs_in_the_engine_core_where_no_thread_is_bound(
+    monkeypatch: pytest.MonkeyPatch, workers: int, bind: str | None, executor: str
 ) -> None:
-    condition = SimpleNamespace(last_read=time.monotonic() - idle_for_s, busy_loop_s=1)
-    waits = []
-    asleep = wait_asleep(
-        lambda condition, timeout_ms: waits.append((condition.busy_loop_s, timeout_ms))
-    )
-    asleep(condition, asked_ms)
-    assert waits == [(-1, slept_ms)]
-
-
-def test_vllms_own_wait_polls_its_sockets_and_hears_the_notification() -> None:
-    zmq = pytest.importorskip("zmq")
-    broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
-    with zmq.Context() as context:
-        address = "inproc://notify"
-        writer = broadcast.SpinCondition(False, context, address)
-        reader = broadcast.SpinCondition(True, context, address)
-        asleep = wait_asleep(broadcast.SpinCondition.wait)
-        reader.last_read -= 60
-        asleep(reader, 0)  # lets the subscription arrive
-        writer.notify()
-        asleep(reader, 10_000)
-        assert not reader.poller.poll(timeout=0)
-        context.destroy(linger=0)
+    if bind is None:
+        monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", bind)
+    parallel = SimpleNamespace(world_size=workers, distributed_executor_backend="mp")
+    choose_executor(parallel)
+    assert parallel.distributed_executor_backend == executor

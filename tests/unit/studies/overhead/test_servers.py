@@ -36,7 +36,7 @@ def test_arguments_become_options_of_vllms_command_line() -> None:
 def test_the_demo_is_reduced_to_its_plain_variant(tmp_path: Path) -> None:
     _, plan = servers.plain_stack("demo", tmp_path)
     assert (plan.variant, plan.is_default, plan.speculative) == ("plain", True, None)
-    assert plan.vllm_args["distributed_executor_backend"] == "mp"
+    assert plan.env["OMP_NUM_THREADS"] == "1"
 
 
 def test_all_servers_get_the_same_engine_arguments(tmp_path: Path) -> None:
