@@ -116,7 +116,7 @@ def step_of(application: ApplicationDetails | None, *, waits: bool) -> tuple[str
     # One that scales by itself is running for Serve while it has no replica, too.
     if status == "RUNNING" and (running or not wanted):
         return (READY if running else IDLE), ""
-    if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+    if status == "DEPLOY_FAILED" or (status == "UNHEALTHY" and not _replaces(application)):
         return FAILED, ""
     detail = f"{running} of {wanted} replicas" if wanted > 1 else ""
     if waits:
@@ -138,6 +138,12 @@ def starting_for_s(application: ApplicationDetails, now: float) -> float | None:
     """Seconds up to `now`, in Unix time, since the first starting replica began; None: none is."""
     began = [replica.start_time_s for replica in _starting(application)]
     return max(now - min(began), 0.0) if began else None
+
+
+def _replaces(application: ApplicationDetails) -> bool:
+    """Whether it is unhealthy because a replica that had run is being replaced."""
+    unhealthy = [d for d in application.deployments.values() if d.status.value == "UNHEALTHY"]
+    return all(d.status_trigger.value == "HEALTH_CHECK_FAILED" for d in unhealthy)
 
 
 def _starting(application: ApplicationDetails) -> list[ReplicaDetails]:

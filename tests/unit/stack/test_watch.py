@@ -14,14 +14,25 @@ from serving.stack.events import Step
 from serving.stack.watch import message_of, replicas_of, shorten, starting_for_s, step_of
 
 
-def application(status: str, replicas: list[tuple[str, int | None]], wanted: int = 1) -> Any:
+def application(
+    status: str,
+    replicas: list[tuple[str, int | None]],
+    wanted: int = 1,
+    trigger: str = "REPLICA_STARTUP_FAILED",
+) -> Any:
     """An application as Serve describes it; replicas by state and process id."""
     # Replica n began at second n.
     found = [
         SimpleNamespace(state=SimpleNamespace(value=s), pid=pid, start_time_s=float(number))
         for number, (s, pid) in enumerate(replicas)
     ]
-    deployment = SimpleNamespace(replicas=found, target_num_replicas=wanted, message="")
+    deployment = SimpleNamespace(
+        status=SimpleNamespace(value=status),
+        status_trigger=SimpleNamespace(value=trigger),
+        replicas=found,
+        target_num_replicas=wanted,
+        message="",
+    )
     return SimpleNamespace(
         status=SimpleNamespace(value=status), deployments={"d": deployment}, message="as a whole"
     )
@@ -48,6 +59,11 @@ def application(status: str, replicas: list[tuple[str, int | None]], wanted: int
         (application("RUNNING", [("STARTING", 7)]), False, ("loading", "")),
         (application("DEPLOY_FAILED", []), False, ("failed", "")),
         (application("UNHEALTHY", []), False, ("failed", "")),
+        (
+            application("UNHEALTHY", [("RUNNING", 7), ("STARTING", 8)], 2, "HEALTH_CHECK_FAILED"),
+            False,
+            ("loading", "1 of 2 replicas"),
+        ),
     ],
 )
 def test_the_step_follows_from_serve_s_states(
