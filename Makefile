@@ -15,7 +15,7 @@ USERS ?= 4
 BIN := .venv/bin
 STAMP := .venv/.set-up-for-$(HARDWARE)
 
-.PHONY: help setup serve test test-unit test-faults test-slow chaos routing bench loadtest lint format constraints clean clean-all
+.PHONY: help setup serve test test-unit test-stack test-faults test-slow chaos routing bench loadtest lint format constraints clean clean-all
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,11 +30,13 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup-venv scripts/torchvision_
 serve: setup ## Start the stack and stream tokens (STACK=demo)
 	$(BIN)/moe-serving up $(STACK)
 
-test: setup ## Run the tests, on the real stack too; the slow ones have targets of their own
-	$(BIN)/pytest
+test: test-unit test-stack ## Run the tests, on the real stack too; the slow ones have targets of their own
 
 test-unit: setup ## Run the tests that start no engine
-	$(BIN)/pytest -m "not integration"
+	$(BIN)/pytest -m "not integration" --numprocesses auto --dist worksteal
+
+test-stack: setup ## Run the tests on the real stack
+	$(BIN)/pytest -m "integration and not slow"
 
 test-faults: setup ## Break the real stack in every way and count what clients see (15 min)
 	$(BIN)/pytest -m "slow or not slow" tests/integration/test_faults.py tests/integration/test_full_disk.py

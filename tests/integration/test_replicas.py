@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -32,6 +33,12 @@ def two_replicas(stack: RunningStack) -> Iterator[None]:
     yield
     assert stack.up(stack.changed("one", dense=SHORTER)).returncode == 0
     wait_until(lambda: stack.replica_count(NAME) == 1, 90, "the second replica goes")
+
+
+@pytest.fixture(autouse=True)
+def both_answer(two_replicas: None, stack: RunningStack) -> None:
+    """Whatever the test before did, there are two again."""
+    wait_until(lambda: len(stack.engines(NAME)) == 2, 240, "the second replica answers")
 
 
 def balance(stack: RunningStack, policy: str) -> None:
@@ -74,19 +81,18 @@ def test_a_prompt_goes_where_its_beginning_was_seen(stack: RunningStack) -> None
 
 def test_a_dying_engine_costs_no_request_but_streams_that_had_begun(stack: RunningStack) -> None:
     balance(stack, "power-of-two")
-    with Clients(stack.url, "tiny-dense", "tiny-dense") as clients:
+    # As many clients as one replica has slots.
+    with Clients(stack.url, "tiny-dense") as clients:
         clients.go_on()
         stack.engines(NAME)[0].core.kill()
         clients.go_on(30)
     streams, wholes = clients.outcomes(streamed=True), clients.outcomes(streamed=False)
     assert wholes.keys() == {"200"}, wholes
-    assert streams.keys() <= {"200", "cut"} and streams["cut"] <= 2, streams
-    wait_until(lambda: len(stack.engines(NAME)) == 2, 240, "the engine is replaced")
+    assert streams.keys() <= {"200", "cut"} and streams["cut"] <= 1, streams
 
 
 def test_a_short_chaos_loses_only_what_ran_on_what_was_killed(stack: RunningStack) -> None:
     # By this seed, an engine is slow for a while, and then a whole replica is killed.
-    # No more clients than one replica has slots: the stack's short wait for one makes 429s.
     plan = Plan(seed=29, seconds=120, faults=2, clients=2)
     outcome = run_chaos(stack.url, stack.home, ["tiny-dense"], plan, print)
     assert [each.fault.kind for each in outcome.suffered] == [
@@ -94,5 +100,5 @@ def test_a_short_chaos_loses_only_what_ran_on_what_was_killed(stack: RunningStac
         "engine replica killed",
     ]
     assert len(outcome.requests) > 50
-    assert [(each.request.id, each.request.outcome) for each in findings(outcome)] == []
+    assert Counter(each.request.cause for each in findings(outcome)) == {}
     assert reached(outcome), goals(outcome)
