@@ -10,9 +10,11 @@ settings and the deployment's options.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import psutil
@@ -68,6 +70,10 @@ class VllmEngine(LLMServer):
 
     async def start(self) -> None:
         """Start the engine, then its HTTP server on this node's address and a unix socket."""
+        with _serve_log_kept():
+            await self._start()
+
+    async def _start(self) -> None:
         if Path(self._llm_config.model_loading_config.model_source).is_dir():
             # Ray would start a process on each node to find that there is nothing to fetch.
             self._llm_config.get_or_create_callback().ctx.run_init_node = False
@@ -160,6 +166,20 @@ class VllmEngine(LLMServer):
             logger.warning("drafting has recovered: %s", self._acceptance.window)
         self._collapse = collapse
         COLLAPSED.set(bool(collapse))
+
+
+@contextlib.contextmanager
+def _serve_log_kept() -> Iterator[None]:
+    """Give Serve's log its file back after the block.
+
+    vLLM and uvicorn set up their logging by `dictConfig`, which closes every handler there is. A
+    controller that is restarted asks each replica for its log file, and ends one that has none.
+    """
+    buffers = [handler for handler in logger.handlers if isinstance(handler, MemoryHandler)]
+    targets = [buffer.target for buffer in buffers]
+    yield
+    for buffer, target in zip(buffers, targets, strict=True):
+        buffer.setTarget(target)
 
 
 class _ProgressWatch:
