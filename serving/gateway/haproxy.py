@@ -9,7 +9,7 @@ What it changes: HAProxy's own errors keep their status and get a JSON body in
 OpenAI's shape (Serve turns them into a bare 500 page), and so does a request that
 comes before the gateway is there; the metrics and statistics ports listen on
 loopback only, the admin socket is its owner's; the clients' port speaks HTTP/1.1
-only, and with a certificate HTTPS only.
+only, and with a certificate HTTPS only. That port is `held_port`'s, so that it outlives HAProxy.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import os
 import re
 import sys
 from pathlib import Path
+
+from serving.gateway import held_port
 
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 CERT_VARIABLE = "MOE_SERVING_TLS_CERT_FILE"
@@ -33,6 +35,7 @@ _PAGES = {
 # Answered before its body is read (413), an HTTP/2 request leaves HAProxy 2.8 with a half-used
 # connection to the gateway that it gives to the next request, which then hangs.
 _HTTP_1_ONLY = " proto h1"
+_CLIENTS = re.compile(r"(frontend http_frontend\s+bind )(\S+)$", flags=re.M)
 
 
 def error_page(status: int) -> str:
@@ -47,11 +50,14 @@ def error_page(status: int) -> str:
     )
 
 
-def edit(config: str, folder: Path, certificate: Path | None = None) -> str:
+def edit(
+    config: str, folder: Path, certificate: Path | None = None, listener: int | None = None
+) -> str:
     """Serve's configuration, changed as this module says.
 
     `folder` holds the error pages as `<status>.json.http`. `certificate` is a PEM
-    file with its key inside, or beside it as `<name>.key`.
+    file with its key inside, or beside it as `<name>.key`. `listener` is the file descriptor of
+    the clients' port; None leaves its address as it is.
     """
     pages = [f"    errorfile {status} {_page(folder, status)}\n" for status in _PAGES]
     config = re.sub(r"^ *errorfile .*\n", "", config, flags=re.M)
@@ -70,12 +76,8 @@ def edit(config: str, folder: Path, certificate: Path | None = None) -> str:
         flags=re.M,
     )
     tls = f" ssl crt {certificate} alpn http/1.1" if certificate else ""
-    return re.sub(
-        r"(frontend http_frontend\s+bind \S+)$",
-        lambda found: found[0] + tls + _HTTP_1_ONLY,
-        config,
-        flags=re.M,
-    )
+    place = r"\2" if listener is None else f"fd@{listener}"
+    return _CLIENTS.sub(rf"\g<1>{place}{tls}{_HTTP_1_ONLY}", config)
 
 
 def main() -> None:
@@ -90,9 +92,34 @@ def main() -> None:
         file = Path(arguments[arguments.index("-f") + 1])
         for status in _PAGES:
             _page(file.parent, status).write_text(error_page(status), newline="")
-        file.write_text(edit(file.read_text(), file.parent, _certificate(file.parent)))
+        config = file.read_text()
+        if "-c" in arguments:
+            config = edit(config, file.parent, _certificate(file.parent))
+        else:
+            config = _with_port(config, file.parent, reload="-sf" in arguments)
+        file.write_text(config)
     binary = get_haproxy_binary()
     os.execv(binary, [binary, *arguments])
+
+
+def _with_port(config: str, folder: Path, *, reload: bool) -> str:
+    """Serve's configuration as edited, with the clients' port as an open socket."""
+    address = _CLIENTS.search(config)
+    if address is None:
+        return edit(config, folder, _certificate(folder))
+    place = folder / "port"
+    listener = held_port.take(place)
+    if listener is None:
+        try:
+            listener = held_port.listen(address[2], place)
+        except OSError as error:
+            sys.exit(f"HAProxy cannot listen at {address[2]}: {os.strerror(error.errno or 0)}")
+    elif not reload and not re.search(r"^ *use_backend ", config, flags=re.M):
+        # Another HAProxy died. Serve tells this one in a moment where the gateway is; until then
+        # clients wait in the socket's queue.
+        return edit(_CLIENTS.sub("frontend http_frontend", config), folder)
+    os.set_inheritable(listener, True)
+    return edit(config, folder, _certificate(folder), listener)
 
 
 def _page(folder: Path, status: int) -> Path:

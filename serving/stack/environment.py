@@ -43,6 +43,8 @@ def ray_environment(folder: Path, temp: Path, tls: TlsSpec | None = None) -> dic
         haproxy.BINARY_VARIABLE: str(Path(sysconfig.get_path("scripts")) / "moe-serving-haproxy"),
         **certificate,
         **haproxy_places(proxy),
+        # HAProxy is found dead after three checks; Serve's 10 s between them are long without one.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         # HAProxy falls back to this proxy; at 8500 a second stack would find the port taken.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         # A hung engine's requests end with it; Serve would give them the whole drain time.

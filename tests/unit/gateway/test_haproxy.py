@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
@@ -82,10 +84,11 @@ def command(proxy: Proxy, *arguments: str) -> list[str]:
 
 @contextmanager
 def running(proxy: Proxy, environment: Mapping[str, str] = os.environ) -> Iterator[int]:
-    """HAProxy as Serve starts it, through the wrapper; yields its pid."""
+    """HAProxy as Serve starts it, through the wrapper; yields its pid. The port's holder ends."""
     process = subprocess.Popen(
         command(proxy, "-db"), env=environment, stderr=subprocess.PIPE, text=True
     )
+    holders: list[psutil.Process] = []
     try:
         deadline = time.monotonic() + PATIENCE_S
         while process.poll() is None and time.monotonic() < deadline:
@@ -94,10 +97,14 @@ def running(proxy: Proxy, environment: Mapping[str, str] = os.environ) -> Iterat
                     break
             time.sleep(0.02)
         assert process.poll() is None, process.stderr and process.stderr.read()
+        holders = psutil.Process(process.pid).children()
         yield process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE_S)
+        for holder in holders:
+            holder.kill()
+        psutil.wait_procs(holders, timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -195,6 +202,39 @@ def test_the_wrapper_becomes_haproxy_and_answers_before_the_gateway_is_there(
     assert (response.status_code, response.json()) == (503, NOT_READY)
     assert response.headers["retry-after"] == "5"
     assert response.headers["content-type"] == "application/json"
+
+
+def test_who_connects_while_no_haproxy_runs_is_answered_by_the_next(tmp_path: Path) -> None:
+    proxy = serves_own(tmp_path)
+    written = proxy.file.read_text()
+    with running(proxy) as first, ThreadPoolExecutor(1) as threads:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        url = f"http://127.0.0.1:{proxy.port}/v1/models"
+        waiting = threads.submit(httpx.get, url, trust_env=False, timeout=PATIENCE_S)
+        proxy.file.write_text(written)
+        # Serve's first configuration knows no gateway yet, its next one does.
+        with running(proxy) as second:
+            assert not any(line.startswith("bind fd@") for line in proxy.lines())
+            proxy = replace(serves_own(tmp_path, GATEWAY), port=proxy.port)
+            arguments = command(proxy, "-db", "-sf", str(second))
+            third = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
+            try:
+                response = waiting.result()
+            finally:
+                third.terminate()
+                third.wait(timeout=PATIENCE_S)
+    assert (response.status_code, response.json()) == (503, NOT_READY)
+
+
+def test_a_port_that_another_has_is_named(tmp_path: Path) -> None:
+    proxy = serves_own(tmp_path)
+    with socket.create_server(("127.0.0.1", proxy.port)):
+        started = subprocess.run(
+            command(proxy, "-db"), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    message = f"HAProxy cannot listen at 127.0.0.1:{proxy.port}: Address already in use"
+    assert (started.returncode, started.stderr.strip()) == (1, message)
 
 
 def test_http_2_is_not_spoken_even_without_asking_first(tmp_path: Path) -> None:
