@@ -51,7 +51,7 @@ COMMAND = str(Path(sys.executable).parent / "moe-serving")
 # others when one is replaced: Ray counts 2 cores.
 _ENGINE = {"gpu": "cpu", "num_cpus": 0.2, "max_model_len": 4096, "max_num_seqs": 16}
 # Starts in half the time. The engine that drafts is compiled, as users have theirs.
-_UNCOMPILED = {"engine_args": {"enforce_eager": True}}
+UNCOMPILED = {"engine_args": {"enforce_eager": True}}
 STACK: Mapping[str, Any] = {
     "schema": 1,
     "name": "integration",
@@ -70,14 +70,14 @@ STACK: Mapping[str, Any] = {
             "default_variant": "mtp",
             "variants": {
                 "mtp": {"speculative": {"method": "mtp", "num_speculative_tokens": 2}},
-                "plain": _UNCOMPILED,
+                "plain": UNCOMPILED,
             },
         },
         {
             "model": "tiny-dense",
             "aliases": ["dense"],
             **_ENGINE,
-            **_UNCOMPILED,
+            **UNCOMPILED,
             "max_ongoing_requests": 2,
             "variants": {"plain": {}},
         },

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.harness import PROMPT, RunningStack, own_stack, wait_until
+from tests.integration.harness import PROMPT, UNCOMPILED, RunningStack, own_stack, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NAME = "tiny-moe@plain"
@@ -29,6 +29,7 @@ AUTOSCALED: dict[str, Any] = {
             "num_cpus": 0.3,
             "max_model_len": 4096,
             "max_num_seqs": 8,
+            **UNCOMPILED,
             "autoscaling": {
                 "min_replicas": 0,
                 "max_replicas": 2,

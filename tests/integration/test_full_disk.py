@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import Load, RunningStack, own_stack, wait_until
+from tests.integration.harness import UNCOMPILED, Load, RunningStack, own_stack, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,6 +30,7 @@ STACK: dict[str, Any] = {
             "gpu": "cpu",
             "num_cpus": 0.3,
             "max_model_len": 2048,
+            **UNCOMPILED,
             "default_variant": "a",
             "variants": {"a": {}, "b": {"max_num_seqs": 8}},
             "routing": {"split": {"study": "live", "arms": ["a", "b"], "share": 1.0}},

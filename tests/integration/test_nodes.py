@@ -23,7 +23,7 @@ import ray.util
 
 from serving.stack import runtime
 from serving.studies.chaos.processes import StackProcesses
-from tests.integration.harness import PROMPT, RunningStack, own_stack, wait_until
+from tests.integration.harness import PROMPT, UNCOMPILED, RunningStack, own_stack, wait_until
 from tests.integration.nodes import CORES, Node, Streams, told
 
 pytestmark = [
@@ -50,6 +50,7 @@ STACK: dict[str, Any] = {
             "num_cpus": 0.6 * CORES,
             "max_model_len": 2048,
             "max_num_seqs": 16,
+            **UNCOMPILED,
             "variants": {"plain": {}},
         }
     ],

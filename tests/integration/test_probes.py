@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serving.demo import checkpoint_path
-from tests.integration.harness import PROMPT, RunningStack, own_stack, with_zeroed_head
+from tests.integration.harness import PROMPT, UNCOMPILED, RunningStack, own_stack, with_zeroed_head
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,6 +29,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningStack]:
                 "inline": {"path": str(zeroed), "max_context": 2048, "mtp_head": True},
                 "gpu": "cpu",
                 "num_cpus": 0.3,
+                **UNCOMPILED,
                 "default_variant": "mtp",
                 "variants": {
                     "mtp": {"speculative": {"method": "mtp", "num_speculative_tokens": 1}},

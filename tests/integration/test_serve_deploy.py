@@ -21,6 +21,7 @@ from serving.stack.runtime import HOME_VARIABLE, log_file
 from tests.integration.harness import (
     COMMAND,
     PROMPT,
+    UNCOMPILED,
     Load,
     RunningStack,
     ended,
@@ -36,7 +37,7 @@ STEP_WITHIN_S = 300.0
 
 def content(port: int, max_model_len: int) -> dict[str, Any]:
     """tiny-moe alone, with room for its successor beside it."""
-    model = {"model": "tiny-moe", "gpu": "cpu", "num_cpus": 0.2, "max_num_seqs": 16}
+    model = {"model": "tiny-moe", "gpu": "cpu", "num_cpus": 0.2, "max_num_seqs": 16, **UNCOMPILED}
     return {
         "schema": 1,
         "name": "deployed",
