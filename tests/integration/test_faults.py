@@ -123,12 +123,18 @@ def test_a_stream_whose_whole_replica_dies_ends_with_an_error(stack: RunningStac
 
 @pytest.mark.slow
 def test_a_killed_worker_takes_its_engine_along_and_the_stream_is_told(stack: RunningStack) -> None:
+    # On a CPU a worker has a process of its own where its threads are bound to cores.
+    bound = {"env": {"VLLM_CPU_OMP_THREADS_BIND": "0"}}
+    result = stack.up(stack.changed("worker", dense=bound))
+    assert result.returncode == 0, result.stdout
     core = stack.engine("tiny-dense@plain").core
     (worker,) = [p for p in core.children() if "VLLM::Worker" in " ".join(p.cmdline())]
     with endless_stream(stack, "tiny-dense") as lines:
         worker.kill()
         assert_ended_by_an_error(list(lines), "tiny-dense")
     wait_until(lambda: ended(core), 15, "the engine core without a worker ends")
+    result = stack.up(stack.file)
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.slow
