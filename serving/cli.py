@@ -25,6 +25,7 @@ from serving.console import console, errors, fail
 from serving.planner.command import plan_app
 from serving.signals import handled
 from serving.stack.route_command import route_app
+from serving.teams.command import db_app, keys_app, prices_app, teams_app
 
 if TYPE_CHECKING:
     from serving.stack.events import EngineStatus
@@ -36,6 +37,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help=__doc__.splitlines()[0],
 )
+
+
+@app.callback()
+def _with_home(context: typer.Context) -> None:
+    from serving.stack import runtime
+
+    context.obj = runtime.home
 
 
 @app.command()
@@ -295,6 +303,10 @@ def _stack_url() -> str:
 
 app.add_typer(plan_app, name="plan")
 app.add_typer(route_app, name="route")
+app.add_typer(keys_app, name="keys")
+app.add_typer(teams_app, name="teams")
+app.add_typer(prices_app, name="prices")
+app.add_typer(db_app, name="db")
 
 bench = typer.Typer(no_args_is_help=True, help="Measure what serving costs.")
 app.add_typer(bench, name="bench")

@@ -8,6 +8,7 @@ after those that only use it. Fixtures live beside the tests that use them.
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -23,6 +24,9 @@ CHANGING_THE_STACK = (
     "test_faults.py",
 )
 
+
+# What rich prints does not depend on the terminal that the tests run in.
+os.environ["COLUMNS"] = "120"
 
 # A shell has what it runs in the background ignore Ctrl-C, and what tests start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -23,11 +23,12 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"cli", "__main__"}),
     frozenset({"stack", "studies", "planner", "checks"}),
     frozenset({"gateway", "engines"}),
+    frozenset({"teams"}),
     frozenset({"router"}),
     frozenset({"catalog", "telemetry", "demo"}),
 )
 HEAVY = frozenset({"ray", "torch", "transformers", "vllm"})
-RAY_ROOMS = frozenset({"stack", "engines", "gateway", "cli"})
+RAY_ROOMS = frozenset({"stack", "engines", "gateway", "teams", "cli"})
 # Programs of their own: what the stack is measured against, and the gateway before a mock engine.
 RAY_PROGRAMS = frozenset(
     {

@@ -20,6 +20,7 @@ from tests.unit.teams.postgres import Cluster
 UPGRADE = """
 import sys
 from serving.teams.database import open_database
+print("ready", flush=True)
 sys.stdin.readline()
 print(",".join(open_database(sys.argv[1]).upgrade()))
 """
@@ -96,7 +97,7 @@ def test_a_migration_that_fails_leaves_nothing_behind(
     database.close()
 
 
-def test_of_two_processes_that_upgrade_at_once_one_does_the_work(url: str) -> None:
+def test_of_processes_that_upgrade_at_once_one_does_the_work(url: str) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", UPGRADE, url],
@@ -108,6 +109,9 @@ def test_of_two_processes_that_upgrade_at_once_one_does_the_work(url: str) -> No
         )
         for _ in range(3)
     ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("go\n")
