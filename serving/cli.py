@@ -148,8 +148,12 @@ def _print_first_request(url: str) -> None:
             "stream": True,
         }
     )
+    key = ""
+    if stack and stack.gateway.access == "keys":
+        console.print("who asks needs a key: `moe-serving keys create` makes one")
+        key = '-H "Authorization: Bearer $KEY" '
     console.print(f"ready at {url}/v1. Try:\n")
-    print(f"curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    print(f"curl -N {url}/v1/completions {key}-H 'Content-Type: application/json' -d '{body}'\n")
 
 
 @app.command()

@@ -50,12 +50,16 @@ from serving.gateway.request import (
 from serving.gateway.settings import GatewaySettings
 from serving.gateway.shadow import Shadows
 from serving.gateway.splits import SplitRecords
+from serving.gateway.teams import Teams
 from serving.gateway.timed import TimedReply
 from serving.router.balancing import hint_of
 from serving.router.choose import Decision, Router
 from serving.router.request import VARIANT_HEADER, RouteRequest, read_request
 from serving.router.rules import Load
 from serving.router.table import ModelRoute, UnknownModelError, VariantRoute
+from serving.teams.authenticate import require_model
+from serving.teams.caller import Caller
+from serving.teams.errors import ForbiddenError
 from serving.telemetry.metrics import GatewayMetrics
 
 logger = logging.getLogger("ray.serve")
@@ -70,6 +74,11 @@ EXPOSED_HEADERS = (
     OVERHEAD_HEADER,
     "x-request-id",
     "retry-after",
+    *(
+        f"x-ratelimit-{told}-{counted}"
+        for counted in ("requests", "tokens")
+        for told in ("limit", "remaining", "reset")
+    ),
 )
 # What a variant decides the speed of; only these are repeated and recorded.
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
@@ -94,6 +103,10 @@ RELAYED = frozenset(
     }
 )
 INFORMING = frozenset({"/healthz", "/readyz", "/metrics", "/v1/models"})
+# What a load balancer asks, which has no key.
+WITHOUT_KEY = frozenset({"/healthz", "/readyz"})
+ADMIN = "/admin"
+OWN_USAGE = "/v1/usage"
 
 
 class GatewayApp:
@@ -118,6 +131,8 @@ class GatewayApp:
         self._kept = KeptResponses()
         self._router = Router(random.random)
         self._held = 0
+        self.teams: Teams | None = None
+        """Who may ask, where settings say that keys are needed."""
         pool.on_look = self._limit
         self.use(GatewaySettings())
 
@@ -134,6 +149,10 @@ class GatewayApp:
                 allow_headers=("*",),
                 expose_headers=EXPOSED_HEADERS,
             )
+
+    def models(self) -> list[str]:
+        """The ids of the models that are served."""
+        return [model.id for model in self._settings.table.models]
 
     def _limit(self) -> None:
         """Have as many requests run and wait as settings and running replicas allow."""
@@ -159,6 +178,10 @@ class GatewayApp:
         called = request_id(scope)
         reply = Reply(send, called)
         try:
+            caller = self._caller(scope)
+            if caller is not None and (path == OWN_USAGE or _is_below(path, ADMIN)):
+                await self._administer(caller, scope, receive, reply)
+                return
             allowed = _methods(path)
             if not allowed:
                 raise errors.unknown_path(method, path)
@@ -166,14 +189,17 @@ class GatewayApp:
                 raise errors.method_not_allowed(method, path, ", ".join(allowed))
             if method == "POST":
                 with self._holding():
-                    call = await self._read(scope, receive, called, started)
+                    call = await self._read(scope, receive, called, started, caller)
                     if call.path in GENERATING and (
                         call.decision.arm or call.model.keeps_responses
                     ):
                         reply = TimedReply(send, called, partial(self._began, call))
-                    await self._infer(call, receive, reply)
+                    if caller is None:
+                        await self._infer(call, receive, reply)
+                    else:
+                        await self._charge(caller, call, receive, reply)
             else:
-                await self._inform(path, reply)
+                await self._inform(path, reply, caller)
         except errors.ApiError as error:
             await reply.fail(error, path)
         except Disconnected:
@@ -193,7 +219,39 @@ class GatewayApp:
         finally:
             self._held -= 1
 
-    async def _inform(self, path: str, reply: Reply) -> None:
+    def _caller(self, scope: Scope) -> Caller | None:
+        """Who asks; None where nobody needs a key. Raises ApiError 401, 403 or 503."""
+        path = scope["path"]
+        if not self._settings.keys or path in WITHOUT_KEY:
+            return None
+        if self.teams is None:
+            raise errors.keys_unavailable("keys cannot be checked yet; try again in a moment")
+        administers = path == "/metrics" or _is_below(path, ADMIN)
+        return self.teams.caller(dict(scope["headers"]), "admin" if administers else "inference")
+
+    async def _administer(
+        self, caller: Caller, scope: Scope, receive: Receive, reply: Reply
+    ) -> None:
+        assert self.teams is not None
+        with self._holding():
+            await self.teams.administer(caller, scope, receive, reply)
+
+    async def _charge(self, caller: Caller, call: Call, receive: Receive, reply: Reply) -> None:
+        """Answer `call` within the limits of the caller, and count it against them."""
+        assert self.teams is not None
+        tokens = call.tokens if call.path in GENERATING else call.asked.prompt_tokens
+        with await self.teams.admit(caller, tokens) as grant:
+            reply.headers += [
+                (name.encode(), text.encode()) for name, text in grant.headers.items()
+            ]
+            try:
+                await self._infer(call, receive, reply)
+            except errors.ApiError:
+                if not reply.started:
+                    grant.settle(0, 0)
+                raise
+
+    async def _inform(self, path: str, reply: Reply, caller: Caller | None) -> None:
         if path == "/healthz":
             await reply.json(200, {"status": "alive"})
         elif path == "/readyz":
@@ -202,11 +260,15 @@ class GatewayApp:
         elif path == "/metrics":
             await reply.body(200, b"text/plain; version=0.0.4", self._metrics.exposition())
         elif path == "/v1/models":
-            cards = [self._card(*listed) for listed in self._settings.table.names()]
+            cards = [
+                self._card(*listed)
+                for listed in self._settings.table.names()
+                if caller is None or caller.may_use(listed[1].id)
+            ]
             await reply.json(200, {"object": "list", "data": cards})
         else:
             name = path.removeprefix("/v1/models/")
-            await reply.json(200, self._card(name, *self._resolve(name, None)))
+            await reply.json(200, self._card(name, *self._resolve(name, None, caller)))
 
     async def _readiness(self, reply: Reply) -> None:
         states = {
@@ -233,23 +295,32 @@ class GatewayApp:
             "ready": self._pool.state(variant.app_name).ready,
         }
 
-    def _resolve(self, name: str, variant: str | None) -> tuple[ModelRoute, VariantRoute]:
+    def _resolve(
+        self, name: str, variant: str | None, caller: Caller | None
+    ) -> tuple[ModelRoute, VariantRoute]:
         try:
-            return self._settings.table.resolve(name, variant)
+            model, route = self._settings.table.resolve(name, variant)
         except UnknownModelError as error:
-            raise errors.unknown_model(str(error)) from None
+            raise _unknown(error, name, caller) from None
+        _require(caller, model.id)
+        return model, route
 
-    async def _read(self, scope: Scope, receive: Receive, called: str, started: float) -> Call:
+    async def _read(
+        self, scope: Scope, receive: Receive, called: str, started: float, caller: Caller | None
+    ) -> Call:
         headers: Headers = dict(scope["headers"])
         check_headers(headers)
         body = await read_body(receive, headers, self._settings.max_body_bytes)
         request = parse(body)
         name = request.get("model")
         if not isinstance(name, str):
-            known = ", ".join(model.id for model in self._settings.table.models)
+            known = ", ".join(m for m in self.models() if caller is None or caller.may_use(m))
             raise errors.model_missing(known or "none")
         asked = read_request(request, headers)
-        model, decision, replica = self._choose(name, asked)
+        if caller is not None:
+            priority = caller.priority or asked.priority
+            asked = replace(asked, tenant=caller.team, priority=priority)
+        model, decision, replica = self._choose(name, asked, caller)
         if name != model.id:
             body = json.dumps({**request, "model": model.id}).encode()
         return Call(
@@ -264,21 +335,25 @@ class GatewayApp:
             hint=hint_of(model.routing.balancing, request, asked, replica),
             started=started,
             stream=request.get("stream") is True,
+            caller=caller,
         )
 
-    def _choose(self, name: str, asked: RouteRequest) -> tuple[ModelRoute, Decision, str]:
+    def _choose(
+        self, name: str, asked: RouteRequest, caller: Caller | None
+    ) -> tuple[ModelRoute, Decision, str]:
         """The model of this name, which of its variants is to answer, and which replica.
 
         The last is empty where any replica may.
         """
         try:
             model = self._settings.table.model(name)
+            _require(caller, model.id)
             kept = self._kept.find(model.id, asked.previous_response)
             if kept is not None:
                 asked = replace(asked, held_by=kept.variant)
             decision = self._router.choose(model, asked, self._loads(model), time.monotonic())
         except UnknownModelError as error:
-            raise errors.unknown_model(str(error)) from None
+            raise _unknown(error, name, caller) from None
         wanted = kept is not None and kept.variant == decision.variant
         return model, decision, kept.replica if kept and wanted else ""
 
@@ -330,6 +405,25 @@ class GatewayApp:
             self._metrics.requests.labels(*call.labels, outcome).inc()
             if isinstance(reply, TimedReply):
                 self._splits.add(settings.splits, call, reply, outcome)
+
+
+def _require(caller: Caller | None, model: str) -> None:
+    """Raises ApiError 403 for a model that the caller's key may not use."""
+    try:
+        if caller is not None:
+            require_model(caller, model)
+    except ForbiddenError as error:
+        raise errors.forbidden(str(error)) from None
+
+
+def _unknown(error: UnknownModelError, name: str, caller: Caller | None) -> errors.ApiError:
+    """A key that may use some models only learns nothing of the others."""
+    _require(caller, name.partition("@")[0])
+    return errors.unknown_model(str(error))
+
+
+def _is_below(path: str, start: str) -> bool:
+    return path == start or path.startswith(f"{start}/")
 
 
 def _methods(path: str) -> tuple[str, ...]:

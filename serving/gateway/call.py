@@ -16,6 +16,7 @@ from serving.router.balancing import Hint
 from serving.router.choose import Decision
 from serving.router.request import RouteRequest
 from serving.router.table import ModelRoute, VariantRoute
+from serving.teams.caller import Caller
 
 ROUTE_HEADER = "x-moe-serving-route"
 REPLICA_HEADER = "x-moe-serving-replica"
@@ -42,6 +43,8 @@ class Call:
     started: float
     """By `time.perf_counter`."""
     stream: bool = False
+    caller: Caller | None = None
+    """Whose key it carries, where keys are needed."""
     moved: bool = False
     """Whether it goes to another variant than the router chose."""
 
@@ -55,6 +58,10 @@ class Call:
         """Estimated tokens of prompt and answer, at most what the variant's context holds."""
         answer = TOKENS_UNASKED if self.asked.max_tokens is None else self.asked.max_tokens
         return min(self.asked.prompt_tokens + answer, self.variant.max_model_len)
+
+    def may_move_to(self, model: str) -> bool:
+        """Whether the caller may be answered by the model of this id in place of its own."""
+        return self.caller is None or self.caller.may_use(model)
 
     @property
     def labels(self) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from serving.gateway.breakers import breakers
 from serving.gateway.ingress import Ingress
 from serving.gateway.leases import EnginePool
 from serving.gateway.settings import GatewaySettings
+from serving.gateway.teams import open_teams
 from serving.telemetry.metrics import GatewayMetrics
 
 
@@ -44,6 +45,8 @@ class _Gateway:
             for model in settings.table.models
             for variant in model.variants
         }
+        if settings.keys and self._app.teams is None:
+            self._app.teams = await open_teams(settings.home, self._app.models)
         # In this order, so that there is a handle behind every name at any time.
         await self._pool.add(balancing)
         self._app.use(settings)

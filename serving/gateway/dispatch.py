@@ -127,7 +127,10 @@ class Dispatch:
         for each in others(
             settings.table, chosen, call.asked, lambda route: self._pool.state(route.app_name).ready
         ):
-            yield each if isinstance(each, External) else _moved(call, each)
+            if isinstance(each, External):
+                yield each
+            elif call.may_move_to(each.model.id):
+                yield _moved(call, each)
 
     async def _to_variant(self, call: Call, reply: Reply, settings: GatewaySettings) -> str:
         application, began = call.variant.app_name, time.monotonic()

@@ -7,6 +7,7 @@ vLLM itself answers with a 4xx are not ours and pass through unchanged.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
@@ -20,6 +21,8 @@ _ELSEWHERE = frozenset({DIED, "engine_unavailable", "engine_unfit"})
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
+    401: "invalid_request_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
@@ -27,6 +30,8 @@ _OPENAI_TYPES = {
 }
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
@@ -96,6 +101,30 @@ class ApiError(Exception):
         data = b"data: " + json.dumps(body).encode() + b"\n\n"
         named = path == RESPONSES_PATH or path.startswith(ANTHROPIC_PATH)
         return b"event: error\n" + data if named else data
+
+
+def unauthorized(message: str) -> ApiError:
+    """No valid key came with the request; the code is OpenAI's."""
+    error = ApiError(401, "invalid_api_key", message)
+    error.headers.append((b"www-authenticate", b"Bearer"))
+    return error
+
+
+def forbidden(message: str) -> ApiError:
+    """The key is valid, but not for this."""
+    return ApiError(403, "permission_denied", message)
+
+
+def limited(message: str, retry_after_s: float | None, headers: Mapping[str, str]) -> ApiError:
+    """A limit of the team or the key is reached; the code is OpenAI's."""
+    error = ApiError(429, "rate_limit_exceeded", message, retry_after_s=retry_after_s)
+    error.headers += [(name.encode(), value.encode()) for name, value in headers.items()]
+    return error
+
+
+def keys_unavailable(message: str) -> ApiError:
+    """Keys or limits cannot be checked now; nobody is let in unchecked."""
+    return ApiError(503, "keys_unavailable", message, retry_after_s=2)
 
 
 def bad_json(problem: str) -> ApiError:

@@ -33,5 +33,12 @@ class GatewaySettings(BaseModel):
     cors_origins: tuple[str, ...] = ()
     gateways: int = 1
     """Gateway processes that share the load."""
-    splits: Path = Path("splits")
-    """Folder below which the A/B studies on live traffic are recorded."""
+    keys: bool = False
+    """Whether a request needs an API key."""
+    home: Path = Path()
+    """The stack's state folder: A/B studies on live traffic, the ledger's spool, SQLite."""
+
+    @property
+    def splits(self) -> Path:
+        """Folder below which the A/B studies on live traffic are recorded."""
+        return self.home / "splits"

@@ -55,7 +55,8 @@ def plan_gateway(stack: StackSpec, engines: Sequence[EnginePlan]) -> GatewayPlan
         limits=gateway.limits,
         cors_origins=gateway.cors_origins,
         gateways=gateway.replicas,
-        splits=runtime.home() / "splits",
+        keys=gateway.access == "keys",
+        home=runtime.home(),
     )
     return GatewayPlan(
         settings=settings,

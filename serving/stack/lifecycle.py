@@ -170,6 +170,7 @@ def _bring_up(stack: StackSpec, port_option: int | None, console: Console) -> Up
         raise RuntimeFailure(problem)
     for path in (gateway.tls.cert_file, gateway.tls.key_file) if gateway.tls else ():
         _check_readable(path)
+    _check_keys(stack)
     with _ended_unless_done(console), Progress(console) as progress:
         run = runtime.prepare(stack, port_option)
         history.begin(stack)
@@ -189,6 +190,25 @@ def _bring_up(stack: StackSpec, port_option: int | None, console: Console) -> Up
         run["ready"] = True
         runtime.note(run)
     return Up(run["url"], started_here=True, text=outcome.text)
+
+
+def _check_keys(stack: StackSpec) -> None:
+    """Raises RuntimeFailure where the stack needs keys and the gateway could not look at them."""
+    if stack.gateway.access != "keys":
+        return
+    from serving.teams.database import database_url, open_database
+    from serving.teams.errors import TeamsError
+    from serving.teams.keys import server_secret
+
+    try:
+        database = open_database(database_url(runtime.home()))
+        try:
+            database.prepare()
+        finally:
+            database.close()
+        server_secret(runtime.home())
+    except TeamsError as error:
+        raise RuntimeFailure(str(error)) from None
 
 
 def _showing(progress: Progress) -> Callable[[Step], None]:
@@ -254,6 +274,7 @@ def _update(run: Run, stack: StackSpec, console: Console) -> Up:
             "what runs was not noted, so it cannot be changed; "
             "`moe-serving down`, then `moe-serving up` again"
         )
+    _check_keys(stack)
     with _memory_freed(), Progress(console) as progress, _Driver("change", run) as driver:
         progress.show(Step(name=SERVE, step="loading"))
         driver.send(

@@ -8,6 +8,7 @@ between variants to `router.settings`, what a vLLM process is started with to
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -47,6 +48,13 @@ def _beside_the_file(path: Path, info: ValidationInfo) -> Path:
     """A relative path is taken from the folder of the file it stands in."""
     file = (info.context or {}).get("path")
     return path if path.is_absolute() or file is None else (file.parent / path).resolve()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class TlsSpec(Spec):
@@ -101,6 +109,21 @@ class GatewaySpec(Spec):
         strict=False, default=(), description="web origins that may call"
     )
     tls: TlsSpec | None = Field(default=None, description="absent: plain HTTP")
+    access: Literal["keys", "open"] | None = Field(
+        default=None,
+        description="keys: who has a key of `moe-serving keys create`; open: anybody; absent: "
+        "open, and on a loopback address only",
+    )
+
+    @model_validator(mode="after")
+    def _said_who_may_ask(self) -> Self:
+        if self.access is None and not _is_loopback(self.host):
+            raise FieldError(
+                f"absent, but host {self.host} lets other machines in; write access: keys, or "
+                "access: open to let anybody in",
+                "access",
+            )
+        return self
 
 
 class InlineModel(Spec):

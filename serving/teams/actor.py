@@ -96,7 +96,8 @@ class QuotaBank:
         # One at a time, and never left before its end: an older write must not come last.
         async with self._saving:
             charges = bank.changed() if sweep else bank.owing()
-            if not charges:
+            # After a failure it is tried in any case, or nobody would see that the store is back.
+            if not charges and not self._failed:
                 return
             try:
                 await asyncio.to_thread(store.save, charges)

@@ -112,7 +112,7 @@ async def _not_valid(request: Request, error: Exception) -> Response:
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    method, path = request.method, _shortened(request.url.path)
+    method, path = request.method, _shortened(request.scope["path"])
     if error.status_code == 404:
         return _answer(404, "unknown_path", f"{method} {path} is not served here")
     if error.status_code == 405:
@@ -124,13 +124,13 @@ async def _not_routed(request: Request, error: Exception) -> Response:
 
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, StoreError):
-        logger.error("%s %s: %s", request.method, request.url.path, error)
+        logger.error("%s %r: %s", request.method, _shortened(request.scope["path"]), error)
         text = "the database cannot be used now; retry after the time in Retry-After"
         return _answer(503, "store_unavailable", text, headers={"retry-after": str(RETRY_AFTER_S)})
     if isinstance(error, UnknownModelError):
         return _answer(404, "model_not_found", str(error), "model")
     if isinstance(error, ForbiddenError):
-        return _answer(403, "model_not_allowed", str(error), "model")
+        return _answer(403, "permission_denied", str(error), "model")
     status, code = (404, "not_found") if isinstance(error, UnknownNameError) else (409, "conflict")
     # "team: what is wrong; the cure"
     said, _, cure = str(error).partition("; ")
@@ -157,9 +157,7 @@ def _answer(
 
 
 def _bad_body(problem: str) -> str:
-    return (
-        f"the request body is not usable: {problem}; send it with content-type: application/json"
-    )
+    return f"the request body is not usable: {problem}; send it with content-type: application/json"
 
 
 def _methods(request: Request) -> Sequence[str]:

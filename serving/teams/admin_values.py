@@ -1,96 +1,32 @@
 """What the admin API takes and gives, as its OpenAPI document describes it.
 
-Owns bounds of sizes and numbers. Leaves the operations to `admin`, errors to `admin_errors`.
+Owns bounds of sizes and numbers. Leaves lists to `admin_pages`, errors to `admin_errors`, and
+what is done to `admin_operations`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from serving.router.request import Priority
 from serving.teams.accounts import LONGEST_S, OVERLAP_S, Key, KeyGrant, ModelId, NewKey, Price, Team
-from serving.teams.audit import AuditEntry
+from serving.teams.admin_pages import AFTER, PageQuery, PageSize
 from serving.teams.caller import KeyScope, Limits
-from serving.teams.errors import UnknownNameError
 
 # Every JSON reader has integers up to it exactly.
 LARGEST = 2**53 - 1
-MOST_ITEMS = 500
 MOST_MODELS = 100
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Count = Annotated[int, Field(gt=0, le=LARGEST)]
 PerMillion = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 UnixTime = Annotated[float, Field(description="Unix seconds")]
-PageSize = Annotated[int, Field(ge=1, le=MOST_ITEMS)]
 
 
 class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class _Query(BaseModel):
-    """Parameters of a URL: all are text there, and a misspelt one must not widen a list."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-# --- lists -----------------------------------------------------------------------------------
-
-Item = TypeVar("Item")
-
-
-class Page(_Value, Generic[Item]):
-    """Part of a list; `last_id` is the `after` of the next part."""
-
-    object: Literal["list"] = "list"
-    data: list[Item]
-    last_id: str | None
-    has_more: bool
-
-
-class PageQuery(_Query):
-    """Which part of a list."""
-
-    limit: PageSize = 100
-    after: Annotated[str, Field(max_length=255, description="`last_id` of the part before")] = ""
-
-
-class KeysQuery(PageQuery):
-    """Which keys."""
-
-    team: Name | None = None
-
-
-class AuditQuery(_Query):
-    """Which part of the audit log."""
-
-    limit: PageSize = 100
-    after: Annotated[
-        int | None, Field(gt=0, le=LARGEST, description="`last_id` of the part before")
-    ] = None
-
-
-def page(items: Sequence[Item], id_of: Callable[[Item], str], query: PageQuery) -> Page[Item]:
-    """The part of `items` that `query` asks for; raises UnknownNameError for its `after`."""
-    start = 0
-    if query.after:
-        start = next((at for at, item in enumerate(items, 1) if id_of(item) == query.after), 0)
-        if not start:
-            raise UnknownNameError(
-                f"after: found {query.after!r}; give the last_id of the part before"
-            )
-    return first_of(items[start : start + query.limit + 1], id_of, query.limit)
-
-
-def first_of(items: Sequence[Item], id_of: Callable[[Item], str], limit: int) -> Page[Item]:
-    """A page of `items`, of which one more than `limit` tells that there are more."""
-    data = list(items[:limit])
-    last = id_of(data[-1]) if data else None
-    return Page(data=data, last_id=last, has_more=len(items) > limit)
 
 
 # --- teams -----------------------------------------------------------------------------------
@@ -147,6 +83,12 @@ class TeamValue(_Value):
 # --- keys ------------------------------------------------------------------------------------
 
 
+class KeysQuery(PageQuery):
+    """Which keys."""
+
+    team: Name | None = None
+
+
 class KeyRequest(_Value):
     """A key to make."""
 
@@ -197,7 +139,7 @@ class KeyValue(_Value):
 class NewKeyValue(KeyValue):
     """A key that was just made."""
 
-    key: Annotated[str, Field(description="the key itself; it is shown this once")]
+    key: Annotated[str, Field(repr=False, description="the key itself; it is shown this once")]
 
 
 def key_value(key: Key, now: float) -> KeyValue:
@@ -250,6 +192,20 @@ class PriceValue(_Value):
     cached: float
     output: float
 
+    @classmethod
+    def of(cls, model: str, price: Price) -> PriceValue:
+        """A model's price as the API gives it."""
+        return cls(model=model, **price.model_dump())
+
+
+class AuditQuery(BaseModel):
+    """Which part of the audit log."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    limit: PageSize = 100
+    after: Annotated[int | None, Field(gt=0, le=LARGEST, description=AFTER)] = None
+
 
 class AuditValue(_Value):
     """One administrative act."""
@@ -260,18 +216,6 @@ class AuditValue(_Value):
     act: str
     subject: str
     detail: dict[str, Any]
-
-    @classmethod
-    def of(cls, number: int, entry: AuditEntry) -> AuditValue:
-        """An entry as the API gives it."""
-        return cls(
-            id=number,
-            at=entry.at,
-            actor=entry.actor,
-            act=entry.act,
-            subject=entry.subject,
-            detail=dict(entry.detail),
-        )
 
 
 # --- usage -----------------------------------------------------------------------------------
@@ -289,7 +233,7 @@ Moment = Annotated[
 ]
 
 
-class OwnUsageQuery(_Query):
+class OwnUsageQuery(PageQuery):
     """Which requests of the caller's team, and what to add them up by."""
 
     by: By = "day"
@@ -313,13 +257,6 @@ class UsageValue(_Value):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
+    draft_tokens: Annotated[int | None, Field(description="null: no engine told")]
+    accepted_tokens: Annotated[int | None, Field(description="null: no engine told")]
     cost: Annotated[float | None, Field(description="null: no model had a price")]
-
-
-class UsageList(_Value):
-    """Usage by day, model or key."""
-
-    object: Literal["list"] = "list"
-    data: list[UsageValue]

@@ -84,12 +84,9 @@ class Holding:
         return self._own() - self._window.taken(now)
 
     def _own(self) -> int:
+        own = self.held - self._giving
         # The limit may have been lowered since.
-        return min(self.held - self._giving, self.limit)
-
-    def taken(self, now: float) -> int:
-        """Units that requests take."""
-        return self._window.taken(now)
+        return own if own < self.limit else self.limit
 
     def take(self, amount: int, now: float) -> Taking:
         """Take units, whether or not they are idle."""
@@ -102,10 +99,9 @@ class Holding:
 
     def whole_in_s(self, now: float) -> float:
         """Seconds after which nothing that this gateway has taken counts any more."""
-        if self.rule.period is not None:
-            return max(0.0, self._ends - now) if self._ends < math.inf else 0.0
-        frees = self._window.frees(now)
-        return frees[-1][0] if frees else 0.0
+        if self.rule.period is None:
+            return self._window.empty_in_s(now)
+        return self._ends - now if now < self._ends < math.inf else 0.0
 
     def refused(self, need: int, now: float) -> Refusal | None:
         """The last refusal, where it answers for `need` units as well."""

@@ -90,14 +90,14 @@ class _Line:
     def drop(self, gateway: str, heard: float) -> None:
         """Count what a silent gateway held as taken, for as long as it may be."""
         share = self.shares.pop(gateway, None)
-        if share and share.held and not self.rule.is_held:
+        if share and share.held and self.rule.counts != "slots":
             self.gone.append((self.counts_until(heard), share.held))
 
     def counts_until(self, heard: float) -> float:
         """Until when a unit counts as taken that a gateway last reported at `heard`."""
         if self.rule.period is not None:
             return math.inf
-        return heard + LEASE_S + (0.0 if self.rule.is_held else (self.rule.span_s or 0) + CELL_S)
+        return heard + LEASE_S + (0.0 if self.rule.span_s is None else self.rule.span_s + CELL_S)
 
     def book(self, gateway: str, ask: Ask, now: Instant) -> _Share:
         """Take over what the gateway says that it holds."""

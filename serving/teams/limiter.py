@@ -73,7 +73,7 @@ class LimiterUnavailableError(TeamsError):
     retry_after_s = LEAST_RETRY_AFTER_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Need:
     """Units of one limit that a request needs."""
 
@@ -82,7 +82,7 @@ class _Need:
     units: int
 
     def is_met(self, now: float) -> bool:
-        return not self.subject.lapsed(now) and self.holding.idle(now) >= self.units
+        return now < self.subject.lease_until and self.holding.idle(now) >= self.units
 
 
 class Grant:
@@ -143,10 +143,10 @@ class Grant:
 
 
 def _settle(taking: Taking, tokens: int | None, now: float) -> None:
-    rule = taking.holding.rule
-    if rule.is_held:
+    counts = taking.holding.rule.counts
+    if counts == "slots":
         taking.settle(0, now)
-    elif rule.counts == "tokens" and tokens is not None:
+    elif counts == "tokens" and tokens is not None:
         taking.settle(tokens, now)
 
 
@@ -158,6 +158,8 @@ class Limiter:
         self._clock = clock
         self._gateway = uuid.uuid4().hex
         self._subjects: dict[str, Subject] = {}
+        self._known: dict[str, tuple[Caller, list[tuple[Subject, Holding]]]] = {}
+        """By key: the caller seen last, and what its limits are held in."""
         self._number = 0
         self._away = False
         """Whether the last exchange failed; the beat finds out when the bank is back."""
@@ -179,8 +181,8 @@ class Limiter:
         for subject in _subjects(needs):
             subject.running += 1
         try:
-            while lacking := next((n for n in needs if not n.is_met(self._clock())), None):
-                await self._borrow(lacking.subject, needs)
+            while lacking := _unmet(needs, self._clock()):
+                await self._borrow(lacking[0].subject, needs)
         except BaseException:
             _let_go(needs)
             raise
@@ -197,7 +199,16 @@ class Limiter:
         await self._report(list(self._subjects.values()))
 
     def _needs(self, caller: Caller, tokens: int) -> list[_Need]:
-        needs = []
+        known = self._known.get(caller.key_id)
+        if known is None or known[0] is not caller:
+            known = self._known[caller.key_id] = (caller, self._limits_of(caller))
+        return [
+            _Need(subject, holding, tokens if holding.rule.counts == "tokens" else 1)
+            for subject, holding in known[1]
+        ]
+
+    def _limits_of(self, caller: Caller) -> list[tuple[Subject, Holding]]:
+        found = []
         for name, limits in (
             (f"team:{caller.team}", caller.team_limits),
             (f"key:{caller.key_id}", caller.key_limits),
@@ -205,10 +216,11 @@ class Limiter:
             for rule in RULES:
                 limit = getattr(limits, rule.limit)
                 if limit is not None:
-                    subject = self._subjects.setdefault(name, Subject(name))
-                    units = tokens if rule.counts == "tokens" else 1
-                    needs.append(_Need(subject, subject.holding(rule, limit), units))
-        return needs
+                    subject = self._subjects.get(name)
+                    if subject is None:
+                        subject = self._subjects[name] = Subject(name)
+                    found.append((subject, subject.holding(rule, limit)))
+        return found
 
     def _settled(self, needs: list[_Need]) -> None:
         """A request has let go of its needs: give back at once what others wait for."""
@@ -225,7 +237,7 @@ class Limiter:
         subject.asking += 1
         try:
             async with subject.lock:
-                while short := [need for need in own if not need.is_met(self._clock())]:
+                while short := _unmet(own, self._clock()):
                     self._refuse(short, needs)
                     coming = await self._ask(subject, short)
                     if coming and self._clock() < latest:
@@ -304,9 +316,14 @@ class Limiter:
                 subject.hear(report, answer, sent, now)
                 if subject.is_empty(now):
                     self._subjects.pop(subject.name, None)
+                    self._known.clear()
                 elif subject.is_called_back(now):
                     self._urgent.add(subject)
                     self._wake.set()
+
+
+def _unmet(needs: list[_Need], now: float) -> list[_Need]:
+    return [need for need in needs if not need.is_met(now)]
 
 
 def _subjects(needs: list[_Need]) -> set[Subject]:
@@ -320,21 +337,17 @@ def _let_go(needs: list[_Need]) -> None:
 
 def _headers(needs: list[_Need], now: float) -> dict[str, str]:
     """Of requests and of tokens, those of the limit that has least left."""
+    binding: dict[str, tuple[int, Holding]] = {}
+    for need in needs:
+        holding, left = need.holding, need.holding.remaining(now)
+        counts = holding.rule.counts
+        if counts != "slots" and (counts not in binding or left < binding[counts][0]):
+            binding[counts] = (left, holding)
     headers = {}
-    for counted in ("requests", "tokens"):
-        binding = min(
-            (
-                need.holding
-                for need in needs
-                if need.holding.rule.counts == counted and not need.holding.rule.is_held
-            ),
-            key=lambda holding: holding.remaining(now),
-            default=None,
-        )
-        if binding is not None:
-            headers[f"x-ratelimit-limit-{counted}"] = str(binding.limit)
-            headers[f"x-ratelimit-remaining-{counted}"] = str(binding.remaining(now))
-            headers[f"x-ratelimit-reset-{counted}"] = _duration(binding.whole_in_s(now))
+    for counted, (left, holding) in binding.items():
+        headers[f"x-ratelimit-limit-{counted}"] = str(holding.limit)
+        headers[f"x-ratelimit-remaining-{counted}"] = str(left)
+        headers[f"x-ratelimit-reset-{counted}"] = _duration(holding.whole_in_s(now))
     return headers
 
 

@@ -36,6 +36,7 @@ class SqlQuotaStore:
         ]
         old = sa.delete(quotas).where(quotas.c.name == sa.bindparam("old"))
         with self._database.write() as connection:
-            connection.execute(old, [{"old": name} for name in charges])
+            if charges:
+                connection.execute(old, [{"old": name} for name in charges])
             if rows:
                 connection.execute(sa.insert(quotas), rows)

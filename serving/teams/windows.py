@@ -44,19 +44,14 @@ class Rule:
     """What one limit counts, and how long it counts it."""
 
     limit: LimitName
-    counts: Literal["requests", "tokens"]
+    counts: Literal["slots", "requests", "tokens"]
     span_s: float | None = None
-    """How long a unit stays taken; None: until it is put back, or the period ends."""
+    """How long a unit stays taken; None: until its request or the period ends."""
     period: Period | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether a unit stays taken for as long as its request runs."""
-        return self.span_s is None and self.period is None
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("concurrent_requests", "requests"),
+    Rule("concurrent_requests", "slots"),
     Rule("requests_per_minute", "requests", span_s=MINUTE_S),
     Rule("tokens_per_minute", "tokens", span_s=MINUTE_S),
     Rule("tokens_per_day", "tokens", period="day"),
@@ -82,26 +77,30 @@ class Window:
     Each unit stays taken for `span_s` seconds and up to CELL_S more; None: until it is put back.
     """
 
-    __slots__ = ("_cells", "_order", "_span_s", "_taken")
+    __slots__ = ("_cells", "_next", "_order", "_span_s", "_taken")
 
     def __init__(self, span_s: float | None) -> None:
         self._span_s = span_s
         self._cells: dict[int, int] = {}
         self._order: deque[int] = deque()
         self._taken = 0
+        # When the oldest cell ends.
+        self._next = math.inf
 
     def taken(self, now: float) -> int:
         """Units taken at `now`, by the same clock as everywhere here, which never goes back."""
-        while self._order and self._end(self._order[0]) <= now:
+        while now >= self._next:
             self._taken -= self._cells.pop(self._order.popleft())
+            self._next = self._end(self._order[0]) if self._order else math.inf
         return self._taken
 
     def take(self, amount: int, now: float) -> int:
         """Count `amount` units as taken; returns the cell to name when some are put back."""
-        cell = 0 if self._span_s is None else math.floor(now / CELL_S)
+        cell = 0 if self._span_s is None else int(now // CELL_S)
         if cell not in self._cells:
             self._cells[cell] = 0
             self._order.append(cell)
+            self._next = self._end(self._order[0])
         self._cells[cell] += amount
         self._taken += amount
         return cell
@@ -111,6 +110,10 @@ class Window:
         if cell in self._cells:
             self._cells[cell] -= amount
             self._taken -= amount
+
+    def empty_in_s(self, now: float) -> float:
+        """Seconds until nothing is taken, if nothing more is; infinite where that is unknown."""
+        return self._end(self._order[-1]) - now if self.taken(now) else 0.0
 
     def frees(self, now: float) -> tuple[tuple[float, int], ...]:
         """When units come back by themselves: seconds from `now`, and how many; soonest first."""

@@ -41,7 +41,12 @@ STACK: dict[str, Any] = {
     "schema": 1,
     "name": "nodes",
     # On every address, for the head's proxy to reach the gateway of the other node.
-    "gateway": {"host": "0.0.0.0", "max_replicas_per_node": 1, "request_timeout_s": 60.0},
+    "gateway": {
+        "host": "0.0.0.0",
+        "access": "open",
+        "max_replicas_per_node": 1,
+        "request_timeout_s": 60.0,
+    },
     "models": [
         {
             "model": MODEL,

@@ -28,12 +28,13 @@ LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"catalog", "telemetry", "demo"}),
 )
 HEAVY = frozenset({"ray", "torch", "transformers", "vllm"})
-RAY_ROOMS = frozenset({"stack", "engines", "gateway", "teams", "cli"})
+RAY_ROOMS = frozenset({"stack", "engines", "gateway", "cli"})
 # Programs of their own: what the stack is measured against, and the gateway before a mock engine.
 RAY_PROGRAMS = frozenset(
     {
         Path("serving/studies/overhead/ray_llm.py"),
         Path("serving/studies/capacity/deployed.py"),
+        Path("serving/teams/actor.py"),
     }
 )
 # What crosses from an engine replica to the gateway: the endpoint value and the key header.

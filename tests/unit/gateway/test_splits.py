@@ -34,8 +34,8 @@ REPLY = json.dumps(
 @pytest.fixture
 def folder(stack: Stack, tmp_path: Path) -> Path:
     """The folder of the study that every request takes part in."""
-    stack.route(ROUTING, splits=tmp_path)
-    return tmp_path / STUDY
+    stack.route(ROUTING, home=tmp_path)
+    return tmp_path / "splits" / STUDY
 
 
 def lines(folder: Path) -> int:
@@ -129,7 +129,7 @@ async def test_refusals_cuts_and_clients_that_leave_are_recorded_as_such(
 async def test_a_stream_that_runs_out_of_time_is_cut_and_not_refused(
     stack: Stack, folder: Path
 ) -> None:
-    stack.route(ROUTING, splits=folder.parent, request_timeout_s=1.5)
+    stack.route(ROUTING, home=folder.parent.parent, request_timeout_s=1.5)
 
     async def behave(send: Send) -> None:
         await start(send, "text/event-stream")
@@ -172,7 +172,7 @@ async def test_the_report_of_a_study_reads_the_folder(stack: Stack, folder: Path
 async def test_a_study_that_is_taken_up_again_keeps_its_beginning(
     stack: Stack, folder: Path
 ) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / records.STUDY).write_text('{"started_at": 12.5}')
     await stack.ask()
     await recorded(stack, folder)
@@ -182,8 +182,8 @@ async def test_a_study_that_is_taken_up_again_keeps_its_beginning(
 async def test_a_folder_that_cannot_be_written_costs_the_client_nothing(
     stack: Stack, tmp_path: Path
 ) -> None:
-    (tmp_path / "file").write_text("")
-    stack.route(ROUTING, splits=tmp_path / "file")
+    (tmp_path / "splits").write_text("")
+    stack.route(ROUTING, home=tmp_path)
     assert (await stack.ask()).status_code == 200
     stack.app.close()
     counted = 'moe_serving_split_records_total{outcome="failed",study="live-1"} 1.0'

@@ -93,7 +93,7 @@ def test_serve_takes_the_config_of_every_shipped_stack_and_it_survives_yaml(name
 
 
 def test_the_config_has_the_address_and_every_engine_and_the_gateway() -> None:
-    config = serve_config(stack(gateway="host: 0.0.0.0, port: 8123"), None)
+    config = serve_config(stack(gateway="host: 0.0.0.0, access: open, port: 8123"), None)
     assert config["http_options"] == {"host": "0.0.0.0", "port": 8123}
     assert names(config) == [KEPT, OLD_B, "gateway"]
     routes = [each["route_prefix"] for each in config["applications"]]
@@ -212,7 +212,7 @@ def test_an_engine_of_both_is_as_the_new_stack_has_it_from_the_first_step_on() -
     assert application(load, KEPT)["deployments"][0]["num_replicas"] == 2
 
 
-@pytest.mark.parametrize("changed", ["port: 8200", "port: 8100, host: 0.0.0.0"])
+@pytest.mark.parametrize("changed", ["port: 8200", "port: 8100, host: 0.0.0.0, access: open"])
 def test_an_update_of_what_a_running_serve_cannot_change_is_refused(changed: str) -> None:
     with pytest.raises(UpdateRefused, match=r"gateway\.(port|host): found .*; `serve shutdown`"):
         serve_config(stack(gateway=changed), OLD, "load")

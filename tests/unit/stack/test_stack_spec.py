@@ -43,6 +43,15 @@ def test_the_gateway_s_defaults_are_finite_and_local() -> None:
     assert (gateway.max_body_mib, gateway.cors_origins, gateway.tls) == (16, (), None)
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "'::'", "192.0.2.7", "gpu-1"])
+def test_other_machines_are_let_in_by_words_only(host: str) -> None:
+    text = HEAD.replace("models:", f"gateway: {{host: {host}ACCESS}}\nmodels:") + PLAIN
+    with pytest.raises(ConfigError, match=r"gateway.access: absent, but host .* lets other mach"):
+        stack(text.replace("ACCESS", ""))
+    for access in ("keys", "open"):
+        assert stack(text.replace("ACCESS", f", access: {access}")).gateway.access == access
+
+
 def test_a_drafting_block_becomes_vllm_s_own_without_empty_fields() -> None:
     speculative = stack(HEAD + DRAFTING).models[0].variants["mtp"].speculative
     assert speculative is not None

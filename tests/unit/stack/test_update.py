@@ -94,7 +94,10 @@ def test_aliases_and_the_default_variant_are_the_gateway_s_alone() -> None:
     ("gateway", "expected"),
     [
         ("port: 9000", "gateway.port: found 9000, but the running stack has 8000"),
-        ("host: 0.0.0.0", "gateway.host: found 0.0.0.0, but the running stack has 127.0.0.1"),
+        (
+            "host: 0.0.0.0, access: open",
+            "gateway.host: found 0.0.0.0, but the running stack has 127.0.0.1",
+        ),
         ("num_cpus: 1", "gateway.num_cpus: found 1.0, but the running stack has 0.1"),
         (
             "max_replicas_per_node: 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.teams.borrowing import Holding
 from serving.teams.caller import Caller, Limits
 from serving.teams.limiter import (
     RECALL_WITHIN_S,
@@ -17,8 +19,8 @@ from serving.teams.limiter import (
     Limiter,
     LimiterUnavailableError,
 )
-from serving.teams.quota import BEAT_S, LEASE_S, Answers, Report
-from serving.teams.windows import CELL_S, MINUTE_S
+from serving.teams.quota import BEAT_S, LEASE_S, TIMELESS, Answer, Answers, Report
+from serving.teams.windows import CELL_S, MINUTE_S, RULE_OF
 from tests.unit.teams.quota_world import MIDNIGHT, World, in_virtual_time
 
 DAY_S = 86_400.0
@@ -379,6 +381,19 @@ def test_where_the_store_cannot_be_written_only_budgets_refuse() -> None:
     run(story, b=Limits(requests_per_minute=100), tokens_per_day=100)
 
 
+def test_a_store_that_is_back_is_noticed_though_there_is_nothing_to_write() -> None:
+    async def story(world: World) -> None:
+        await asyncio.sleep(1)
+        world.store.broken = True
+        (await world.admit(0, "b")).close()
+        await asyncio.sleep(12)
+        world.store.broken = False
+        await asyncio.sleep(6)
+        (await world.admit(0, "a", 10)).close()
+
+    run(story, b=Limits(concurrent_requests=1), tokens_per_day=100)
+
+
 def test_a_store_that_cannot_be_read_yet_is_read_when_it_can() -> None:
     async def story(world: World) -> None:
         world.store.broken = True
@@ -423,6 +438,21 @@ def test_a_limit_takes_its_new_value_on_every_gateway() -> None:
         assert await admitted(world, 1, 9) + await admitted(world, 0, 9) == 2
 
     run(story, gateways=2, requests_per_minute=100)
+
+
+def test_what_a_lowered_limit_gave_back_is_not_used_before_the_bank_has_answered() -> None:
+    holding = Holding(RULE_OF["requests_per_minute"])
+    holding.limit = 10
+    ask = holding.ask(0.0, need=10)
+    lent = Answer(10, TIMELESS, math.inf, free=0, recall=False, coming=False, retry_after_s=0.0)
+    holding.hear(ask, lent, sent=0.0, now=0.0)
+    holding.limit = 4
+    assert holding.ask(1.0).change == -6
+    # The answer is lost, so that the bank may have lent the six to others.
+    holding.limit = 10
+    assert holding.idle(2.0) == 4
+    ask = holding.ask(2.0)
+    assert (ask.held, ask.change) == (10, -6)
 
 
 def test_a_gateway_forgets_a_team_of_which_it_holds_nothing() -> None:

@@ -45,6 +45,13 @@ def test_what_is_used_no_more_is_forgotten(database: Database) -> None:
     assert store.load() == {}
 
 
+def test_to_save_nothing_changes_nothing(database: Database) -> None:
+    store = SqlQuotaStore(database)
+    store.save({"team:a/tokens_per_day": Charge(DAY, 5)})
+    store.save({})
+    assert store.load() == {"team:a/tokens_per_day": Charge(DAY, 5)}
+
+
 def test_the_longest_names_fit(database: Database) -> None:
     names = [charge_name(f"team:{'t' * 64}", rule.limit) for rule in RULES]
     store = SqlQuotaStore(database)

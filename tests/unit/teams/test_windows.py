@@ -86,6 +86,7 @@ def test_what_is_told_of_units_to_come_back_is_what_comes_back(
         now += wait_s
         window.take(amount, now)
     told, before = window.frees(now), window.taken(now)
+    assert window.empty_in_s(now) == told[-1][0]
     assert sum(amount for _, amount in told) == before
     for in_s, amount in told:
         before -= amount
