@@ -247,7 +247,7 @@ class GatewayApp:
             try:
                 await self._infer(call, receive, reply)
             except errors.ApiError:
-                if not reply.started:
+                if not reply.told:
                     grant.settle(0, 0)
                 raise
 

@@ -96,7 +96,7 @@ class Dispatch:
         except errors.ApiError as error:
             told = fault = error
         for retries, turn in enumerate(self._turns(call, settings), 1):
-            if not fault.elsewhere or reply.started:
+            if not fault.elsewhere or reply.told:
                 break
             # A fault before the engine had the request is no load on anybody.
             if fault.code == errors.DIED:

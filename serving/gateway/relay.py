@@ -1,8 +1,8 @@
 """Copies an engine's reply to the client, byte for byte.
 
 Owns the reply's start, the keep-alive comments of a silent stream and how a
-stream ends that could not be finished. A reply starts with the first part of its body, so
-that until then another engine may still answer. A stream goes on event by event, as soon
+stream ends that could not be finished. Until the client has the first part of the body, another
+engine may still answer; a comment tells nothing. A stream goes on event by event, as soon
 as an event is whole; a client that reads slowly slows the engine's connection down.
 """
 
@@ -84,6 +84,8 @@ class Reply:
         self._send = send
         self.headers: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode())]
         self.started = False
+        self.told = False
+        """Whether the client has some of the body; a comment is none."""
         self.streaming = False
         self.finished = False
         self._last = b"\n\n"
@@ -92,7 +94,12 @@ class Reply:
         self._commenting = asyncio.Lock()
 
     async def start(self, status: int, content_type: bytes, length: int | None = None) -> None:
-        """Send status and headers; `length` None means a body of unknown length."""
+        """Send status and headers; `length` None means a body of unknown length.
+
+        Where a comment has been sent, both are out.
+        """
+        if self.started:
+            return
         self.started = True
         headers = [*self.headers, (b"content-type", content_type)]
         if length is not None:
@@ -102,6 +109,7 @@ class Reply:
     async def write(self, chunk: bytes, *, more: bool = True) -> None:
         """Send a part of the body; returns when the connection takes more."""
         self.finished = not more
+        self.told = True
         self._writes += 1
         if self._commenting.locked():
             async with self._commenting:
@@ -159,7 +167,10 @@ async def relay(source: Source, reply: Reply, path: str, model: str, pace: Pace)
     if source.status in (404, 405, 500, 502, 503):
         await _translated(source, path, model, reply, pace)
         return str(source.status)
-    reply.streaming = source.content_type.startswith(EVENT_STREAM)
+    streaming = source.content_type.startswith(EVENT_STREAM)
+    if reply.started and not (streaming and source.status == 200):
+        raise errors.engine_failed(model)
+    reply.streaming = streaming
     first = await _first(source, reply, path, model, pace)
     length = None if reply.streaming else source.content_length
     await reply.start(source.status, source.content_type.encode("latin-1"), length)
@@ -170,6 +181,8 @@ async def relay(source: Source, reply: Reply, path: str, model: str, pace: Pace)
     except EngineConnectionError:
         problem = errors.engine_died(model)
     if problem is not None:
+        if not reply.told:
+            raise problem
         await reply.fail(problem, path)
         return "stalled" if problem.code == errors.SILENT else "cut"
     await reply.write(b"", more=False)
@@ -279,4 +292,6 @@ async def _translated(engine: Source, path: str, model: str, reply: Reply, pace:
         raise (
             errors.engine_failed(model) if engine.status == 500 else errors.not_offered(model, path)
         )
+    if reply.started:
+        raise errors.engine_failed(model)
     await reply.body(engine.status, engine.content_type.encode("latin-1"), body)

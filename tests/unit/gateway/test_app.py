@@ -453,7 +453,9 @@ async def test_a_browser_of_a_listed_origin_may_call_and_read_our_headers(stack:
     assert response.headers["access-control-expose-headers"] == (
         "x-moe-serving-variant, x-moe-serving-route, x-moe-serving-replica, "
         "x-moe-serving-fallback, x-moe-serving-retries, x-moe-serving-overhead-ms, "
-        "x-request-id, retry-after"
+        "x-request-id, retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, "
+        "x-ratelimit-reset-requests, x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, "
+        "x-ratelimit-reset-tokens"
     )
     failed = await stack.client.post(COMPLETIONS, content=b"{", headers=origin)
     assert failed.headers["access-control-allow-origin"] == "https://ui.example"

@@ -88,6 +88,51 @@ async def test_a_stream_that_ends_before_its_first_part_is_answered_by_another_r
     assert stack.pool.held == 0
 
 
+async def slow_death(send: Send) -> None:
+    """A stream that breaks when its client has had comments."""
+    await start(send, "text/event-stream")
+    await asyncio.sleep(0.1)
+    raise RuntimeError
+
+
+async def test_a_stream_that_had_comments_only_is_answered_by_another_replica(
+    stack: Stack, second: tuple[FakeEngine, str]
+) -> None:
+    stack.use(keep_alive_s=0.02)
+    stack.pool.states = TWO_REPLICAS
+    stack.pool.replicas = [stack.pool.url, second[1]]
+    stack.engine.behave = slow_death
+    second[0].behave = events(TOKEN, DONE)
+    response = await stack.ask(stream=True)
+    assert response.content.startswith(b": keep-alive\n\n")
+    assert response.content.replace(b": keep-alive\n\n", b"") == TOKEN + DONE
+    assert response.headers["x-moe-serving-replica"] == "replica-1"
+    assert retries(await stack.metrics()) == 1
+
+
+@pytest.mark.parametrize(
+    "behave",
+    [
+        dying(),
+        whole(b'{"id": "whole"}'),
+        whole(b'{"error": {}}', status=400),
+        whole(b"", status=500),
+    ],
+)
+async def test_after_comments_whatever_is_no_stream_ends_it_with_an_error_event(
+    stack: Stack, second: tuple[FakeEngine, str], behave: Behaviour
+) -> None:
+    stack.use(keep_alive_s=0.02)
+    stack.pool.states = dict.fromkeys(TWO_REPLICAS, EngineState(2, "RUNNING"))
+    stack.pool.replicas = [stack.pool.url, second[1], second[1]]
+    stack.engine.behave = slow_death
+    second[0].behave = behave
+    response = await stack.ask(model="tiny-moe@mtp", stream=True)
+    assert response.status_code == 200
+    events_only = response.content.replace(b": keep-alive\n\n", b"")
+    assert json.loads(events_only.removeprefix(b"data: "))["error"]["type"] == "server_error"
+
+
 async def test_a_refused_connection_is_cured_by_another_replica(stack: Stack) -> None:
     stack.pool.states = TWO_REPLICAS
     stack.pool.replicas = [NOWHERE]
