@@ -20,6 +20,7 @@ INTEGRATION_TIMEOUT_SECONDS = 600
 CHANGING_THE_STACK = (
     "test_live_routing.py",
     "test_updates.py",
+    "test_teams.py",
     "test_replicas.py",
     "test_faults.py",
 )
