@@ -33,7 +33,7 @@ serve: setup ## Start the stack and stream tokens (STACK=demo)
 test: test-unit test-stack ## Run the tests, on the real stack too; the slow ones have targets of their own
 
 test-unit: setup ## Run the tests that start no engine
-	$(BIN)/pytest -m "not integration" --numprocesses auto --dist worksteal
+	$(BIN)/pytest -m "not integration and not slow" --numprocesses auto --dist worksteal
 
 test-stack: setup ## Run the tests on the real stack
 	$(BIN)/pytest -m "integration and not slow"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,3 +40,13 @@ def database(url: str) -> Iterator[Database]:
     opened.upgrade()
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Serve's log is told; other tests may have given that logger handlers of its own."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    monkeypatch.setattr(handler, "emit", lambda record: messages.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [handler])
+    return messages

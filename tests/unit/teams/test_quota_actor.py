@@ -84,7 +84,7 @@ async def test_a_store_that_hangs_holds_up_no_limit_but_budgets(
 
 
 async def test_a_store_that_fails_is_tried_again_by_the_sweep(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     monkeypatch.setattr(actor_module, "SWEEP_S", 0.01)
     store = SlowStore()
@@ -94,9 +94,7 @@ async def test_a_store_that_fails_is_tried_again_by_the_sweep(
     answers = await bank.exchange("g", [report(1, "tokens_per_day")])
     assert not answers[0]["tokens_per_day"].booked
     await asyncio.sleep(0.05)
-    assert [record.getMessage() for record in caplog.records] == [
-        "the quota store cannot be written: OSError('disk full')"
-    ]
+    assert logged == ["the quota store cannot be written: OSError('disk full')"]
     store.broken = False
     while not store.charges:
         await asyncio.sleep(0.01)
