@@ -312,6 +312,25 @@ app.add_typer(teams_app, name="teams")
 app.add_typer(prices_app, name="prices")
 app.add_typer(db_app, name="db")
 
+
+@app.command()
+def usage(
+    context: typer.Context,
+    team: Annotated[str | None, typer.Option(help="only this team's")] = None,
+    by: Annotated[Literal["day", "model", "key"], typer.Option(help="what is added up")] = "day",
+    since: Annotated[str | None, typer.Option(help="as 2026-01-31, or 7d")] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print CSV")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+) -> None:
+    """Add up what teams have used."""
+    from serving.teams.usage_report import show_usage
+
+    if as_csv and as_json:
+        fail("give one of --csv and --json")
+    form: Literal["table", "csv", "json"] = "csv" if as_csv else "json" if as_json else "table"
+    show_usage(context.obj(), team=team, by=by, since=since, form=form)
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure what serving costs.")
 app.add_typer(bench, name="bench")
 

@@ -51,7 +51,7 @@ from serving.gateway.settings import GatewaySettings
 from serving.gateway.shadow import Shadows
 from serving.gateway.splits import SplitRecords
 from serving.gateway.teams import Teams
-from serving.gateway.timed import TimedReply
+from serving.gateway.timed import MeteredReply, TimedReply
 from serving.router.balancing import hint_of
 from serving.router.choose import Decision, Router
 from serving.router.request import VARIANT_HEADER, RouteRequest, read_request
@@ -60,6 +60,7 @@ from serving.router.table import ModelRoute, UnknownModelError, VariantRoute
 from serving.teams.authenticate import require_model
 from serving.teams.caller import Caller
 from serving.teams.errors import ForbiddenError
+from serving.teams.metering import NOTHING, ask_for_usage
 from serving.telemetry.metrics import GatewayMetrics
 
 logger = logging.getLogger("ray.serve")
@@ -105,6 +106,8 @@ RELAYED = frozenset(
 INFORMING = frozenset({"/healthz", "/readyz", "/metrics", "/v1/models"})
 # What a load balancer asks, which has no key.
 WITHOUT_KEY = frozenset({"/healthz", "/readyz"})
+# As web servers log it.
+CLIENT_LEFT = 499
 ADMIN = "/admin"
 OWN_USAGE = "/v1/usage"
 
@@ -190,14 +193,16 @@ class GatewayApp:
             if method == "POST":
                 with self._holding():
                     call = await self._read(scope, receive, called, started, caller)
+                    if caller is not None:
+                        began = partial(self._began, call)
+                        reply = MeteredReply(send, called, began, call.path, call.usage)
+                        await self._charge(caller, call, receive, reply)
+                        return
                     if call.path in GENERATING and (
                         call.decision.arm or call.model.keeps_responses
                     ):
                         reply = TimedReply(send, called, partial(self._began, call))
-                    if caller is None:
-                        await self._infer(call, receive, reply)
-                    else:
-                        await self._charge(caller, call, receive, reply)
+                    await self._infer(call, receive, reply)
             else:
                 await self._inform(path, reply, caller)
         except errors.ApiError as error:
@@ -236,7 +241,9 @@ class GatewayApp:
         with self._holding():
             await self.teams.administer(caller, scope, receive, reply)
 
-    async def _charge(self, caller: Caller, call: Call, receive: Receive, reply: Reply) -> None:
+    async def _charge(
+        self, caller: Caller, call: Call, receive: Receive, reply: MeteredReply
+    ) -> None:
         """Answer `call` within the limits of the caller, and count it against them."""
         assert self.teams is not None
         tokens = call.tokens if call.path in GENERATING else call.asked.prompt_tokens
@@ -244,12 +251,24 @@ class GatewayApp:
             reply.headers += [
                 (name.encode(), text.encode()) for name, text in grant.headers.items()
             ]
+            model, variant = call.labels
+            reply.entry = self.teams.ledger.admit(
+                caller, model, variant, call.request_id, call.started
+            )
+            status = CLIENT_LEFT
             try:
                 await self._infer(call, receive, reply)
-            except errors.ApiError:
+                status = reply.status or status
+            except errors.ApiError as error:
+                status = error.status
                 if not reply.told:
                     grant.settle(0, 0)
                 raise
+            finally:
+                used = reply.usage
+                if used.prompt_tokens is not None:
+                    grant.settle(used.prompt_tokens, used.output_tokens or 0)
+                reply.entry.end(used, status)
 
     async def _inform(self, path: str, reply: Reply, caller: Caller | None) -> None:
         if path == "/healthz":
@@ -322,7 +341,11 @@ class GatewayApp:
             asked = replace(asked, tenant=caller.team, priority=priority)
         model, decision, replica = self._choose(name, asked, caller)
         if name != model.id:
-            body = json.dumps({**request, "model": model.id}).encode()
+            request = {**request, "model": model.id}
+            body = json.dumps(request).encode()
+        usage = NOTHING
+        if caller is not None:
+            body, usage = ask_for_usage(scope["path"], request, body)
         return Call(
             path=scope["path"],
             headers=headers,
@@ -336,6 +359,7 @@ class GatewayApp:
             started=started,
             stream=request.get("stream") is True,
             caller=caller,
+            usage=usage,
         )
 
     def _choose(

@@ -17,6 +17,7 @@ from serving.router.choose import Decision
 from serving.router.request import RouteRequest
 from serving.router.table import ModelRoute, VariantRoute
 from serving.teams.caller import Caller
+from serving.teams.metering import NOTHING, Asked
 
 ROUTE_HEADER = "x-moe-serving-route"
 REPLICA_HEADER = "x-moe-serving-replica"
@@ -45,6 +46,8 @@ class Call:
     stream: bool = False
     caller: Caller | None = None
     """Whose key it carries, where keys are needed."""
+    usage: Asked = NOTHING
+    """What the engine was asked to tell of its tokens beyond the client's own request."""
     moved: bool = False
     """Whether it goes to another variant than the router chose."""
 

@@ -1,4 +1,4 @@
-"""Teams at one gateway process: whose key a request carries, and what its limits allow.
+"""Teams at one gateway process: whose key a request carries, what its limits allow, what it used.
 
 Owns opening the room `teams` in this process, and the shape in which a client is told no. Leaves
 keys, limits and the admin API to that room, and calling it at the right time to `app`.
@@ -27,9 +27,12 @@ from serving.teams.caller import Caller, KeyScope
 from serving.teams.database import Database, database_url, open_database
 from serving.teams.errors import ForbiddenError, KeysUnavailableError, UnauthorizedError
 from serving.teams.keys import server_secret
+from serving.teams.ledger import Ledger, SqlUsageStore
 from serving.teams.limiter import Grant, LimitedError, Limiter, LimiterUnavailableError
 from serving.teams.quota import Lender
 from serving.teams.quota_store import SqlQuotaStore
+from serving.teams.spool import Spool
+from serving.teams.usage_report import UsageReport
 
 MAX_ADMIN_BODY_BYTES = 64 * 1024
 
@@ -42,21 +45,31 @@ class Teams:
         database: Database,
         secret: bytes,
         lender: Lender,
+        ledger: Ledger,
         served: Callable[[], Collection[str]],
     ) -> None:
         """`served` gives the ids of the models that are served now."""
         self._database = database
         self._authenticator = Authenticator(database, secret)
         self._limiter = Limiter(lender)
+        self.ledger = ledger
         self._admin: AsgiApp = admin_app(
-            lambda key_id: Accounts(database, secret, actor=key_id), database, served
+            lambda key_id: Accounts(database, secret, actor=key_id),
+            database,
+            served,
+            UsageReport(database),
         )
         self._reading: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Read the keys, and keep them fresh from then on."""
-        await self._authenticator.refresh()
+        """Read the keys and keep them fresh from then on, and store what is in the spool."""
+        await self.refresh()
+        self.ledger.start()
         self._reading = asyncio.create_task(self._authenticator.keep_fresh())
+
+    async def refresh(self) -> None:
+        """Read the keys now."""
+        await self._authenticator.refresh()
 
     async def close(self) -> None:
         """Give back what is borrowed, and close the database."""
@@ -65,6 +78,7 @@ class Teams:
             with suppress(asyncio.CancelledError):
                 await self._reading
         await self._limiter.close()
+        await self.ledger.close()
         await asyncio.to_thread(self._database.close)
 
     def caller(self, headers: Headers, scope: KeyScope = "inference") -> Caller:
@@ -112,7 +126,9 @@ async def open_teams(home: Path, served: Callable[[], Collection[str]]) -> Teams
     database = await asyncio.to_thread(_open, home)
     secret = await asyncio.to_thread(server_secret, home)
     namespace = ray.get_runtime_context().namespace
-    teams = Teams(database, secret, quota_bank(partial(_open_store, home), namespace), served)
+    lender = quota_bank(partial(_open_store, home), namespace)
+    ledger = Ledger(Spool(home / "usage"), SqlUsageStore(database))
+    teams = Teams(database, secret, lender, ledger, served)
     await teams.start()
     return teams
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import anthropic
+import httpx
 import openai
 import pytest
 from anthropic import Anthropic
@@ -34,7 +36,11 @@ def key(stack: RunningStack, *options: str) -> str:
 
 
 def status(stack: RunningStack, text: str) -> int:
-    return stack.http.get("/v1/models", headers={"x-api-key": text}).status_code
+    """Of a question with this key; 0 where nobody answers."""
+    try:
+        return stack.http.get("/v1/models", headers={"x-api-key": text}).status_code
+    except httpx.HTTPError:
+        return 0
 
 
 def test_both_clients_send_the_key_and_are_let_in(stack: RunningStack) -> None:
@@ -77,3 +83,46 @@ def test_a_revoked_key_is_refused_and_who_revoked_it_is_noted(stack: RunningStac
     wait_until(lambda: status(stack, other) == 401, 30, "the revoked key is refused")
     entries = stack.http.get("/admin/audit", headers=headers).json()["data"]
     assert any(entry["actor"] == admin[4:12] for entry in entries)
+
+
+def used(stack: RunningStack, key_id: str) -> dict[str, int]:
+    """What requests with this key used, as `moe-serving usage` adds it up."""
+    printed = stack.command("usage", "--team", "search", "--by", "key", "--json").stdout
+    rows = [row for row in json.loads(printed) if row["key"] == key_id]
+    return rows[0] if rows else {"requests": 0}
+
+
+def test_the_ledger_has_the_engines_own_tokens(stack: RunningStack) -> None:
+    text = key(stack)
+    engine = stack.engine("tiny-moe@mtp")
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+    before = [engine.metric(name) for name in names]
+    body = {"model": "tiny-moe@mtp", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    for streams in (True, False, True):
+        reply = stack.post(
+            "/v1/completions", {**body, "stream": streams}, headers={"x-api-key": text}
+        )
+        assert reply.status_code == 200
+        assert ('"usage"' in reply.text) != streams
+    wait_until(lambda: used(stack, text[4:12])["requests"] == 3, 30, "all are in the ledger")
+    row = used(stack, text[4:12])
+    prompt, output = (
+        engine.metric(name) - value for name, value in zip(names, before, strict=True)
+    )
+    assert (row["prompt_tokens"], row["output_tokens"]) == (prompt, output)
+    assert row["draft_tokens"] >= row["accepted_tokens"] > 0
+
+
+def test_a_killed_gateway_loses_no_record_of_what_had_ended(stack: RunningStack) -> None:
+    text = key(stack)
+    body = {"model": "tiny-dense", "prompt": PROMPT, "max_tokens": 8, "stream": True}
+    told = []
+    with httpx.Client(base_url=stack.url, timeout=60, trust_env=False) as client:
+        for _ in range(10):
+            reply = client.post("/v1/completions", json=body, headers={"x-api-key": text})
+            told.append(reply.status_code)
+    stack.gateway_process().kill()
+    assert told == [200] * 10
+    wait_until(lambda: status(stack, text) == 200, 90, "the gateway is replaced")
+    wait_until(lambda: used(stack, text[4:12])["requests"] == 10, 30, "all are in the ledger")
+    assert used(stack, text[4:12])["output_tokens"] <= 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serving.engines.keys import Send
 from serving.gateway.leases import EngineState
 from serving.gateway.teams import Teams
 from serving.router.settings import Routing
@@ -18,8 +20,10 @@ from serving.teams.accounts import Accounts, KeyGrant
 from serving.teams.actor import QuotaBank
 from serving.teams.caller import Limits
 from serving.teams.database import Database, open_database
+from serving.teams.ledger import Ledger, SqlUsageStore
 from serving.teams.quota_store import SqlQuotaStore
-from tests.unit.gateway.harness import COMPLETIONS, MODEL, Stack
+from serving.teams.spool import Spool
+from tests.unit.gateway.harness import COMPLETIONS, MODEL, PATIENCE_S, Stack, events, start, write
 
 SECRET = b"s" * 32
 OTHER = ModelRoute(
@@ -45,7 +49,8 @@ async def accounts(stack: Stack, database: Database, tmp_path: Path) -> AsyncIte
     stack.route(Routing(), OTHER, keys=True, home=tmp_path)
     stack.pool.states = {**stack.pool.states, "engine-other": EngineState(1, "RUNNING")}
     bank = QuotaBank(lambda: SqlQuotaStore(database))
-    stack.app.teams = Teams(database, SECRET, bank, stack.app.models)
+    ledger = Ledger(Spool(tmp_path / "usage"), SqlUsageStore(database))
+    stack.app.teams = Teams(database, SECRET, bank, ledger, stack.app.models)
     yield accounts
     await stack.app.teams.close()
 
@@ -54,7 +59,7 @@ async def key(stack: Stack, accounts: Accounts, **grant: Any) -> dict[str, str]:
     """The headers of a new key, which the gateway knows."""
     made = accounts.create_key("search", "test", KeyGrant(**grant))
     assert stack.app.teams is not None
-    await stack.app.teams.start()
+    await stack.app.teams.refresh()
     return {"authorization": f"Bearer {made.text}"}
 
 
@@ -145,7 +150,7 @@ async def test_an_administrator_makes_a_key_that_works(stack: Stack, accounts: A
     made = await stack.client.post("/admin/keys", json=body, headers=admin)
     assert made.status_code == 201, made.text
     assert stack.app.teams is not None
-    await stack.app.teams.start()
+    await stack.app.teams.refresh()
     assert (await ask(stack, {"x-api-key": made.json()["key"]})).status_code == 200
     too_large = await stack.client.post("/admin/keys", content=b" " * 70_000, headers=admin)
     assert too_large.status_code == 413
@@ -178,3 +183,102 @@ async def test_a_slot_is_free_again_whatever_became_of_the_request(
     assert (await ask(stack, headers)).status_code == 503
     stack.pool.failing = set()
     assert (await ask(stack, headers)).status_code == 200
+
+
+def told(text: str, finish: str, output: int) -> bytes:
+    """An event of vLLM's that tells the tokens so far."""
+    return (
+        f'data: {{"id":"c","choices":[{{"index":0,"text":"{text}","finish_reason":{finish}}}]'
+        f',"usage":{{"prompt_tokens":3,"total_tokens":{3 + output},"completion_tokens":{output}}}}}'
+        "\n\n"
+    ).encode()
+
+
+LAST = (
+    b'data: {"id":"c","choices":[],"usage":{"prompt_tokens":3,"total_tokens":5,'
+    b'"completion_tokens":2}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("asks", [{}, {"stream_options": {"include_usage": True}}])
+async def test_tokens_are_charged_as_the_engine_tells_them_and_not_as_reserved(
+    stack: Stack, accounts: Accounts, asks: dict[str, Any]
+) -> None:
+    headers = await key(stack, accounts, limits=Limits(tokens_per_minute=60))
+    stack.engine.behave = events(told("a", "null", 1), told("b", '"length"', 2), LAST, DONE)
+    for _ in range(2):
+        reply = await ask(stack, headers, stream=True, max_tokens=50, **asks)
+        assert reply.status_code == 200, reply.text
+        assert stack.engine.request["stream_options"]["continuous_usage_stats"] is True
+        assert reply.text.count('"usage"') == len(asks)
+        assert reply.text.endswith(DONE.decode())
+    # 10 tokens are used.
+    assert (await ask(stack, headers, max_tokens=55)).status_code == 429
+
+
+async def test_who_leaves_is_charged_what_came_until_then(stack: Stack, accounts: Accounts) -> None:
+    headers = await key(stack, accounts, limits=Limits(tokens_per_minute=60))
+
+    async def endless(send: Send) -> None:
+        await start(send, "text/event-stream")
+        await write(send, told("a", "null", 20))
+        await asyncio.Event().wait()
+
+    stack.engine.behave = endless
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 50, "stream": True}
+    async with stack.client.stream("POST", COMPLETIONS, json=body, headers=headers) as reply:
+        assert b'"usage"' not in await anext(reply.aiter_raw())
+    await asyncio.wait_for(stack.engine.gone.wait(), PATIENCE_S)
+    stack.engine.behave = events(LAST, DONE)
+    # 23 of 60 tokens are used, as soon as the gateway has noticed.
+    async with asyncio.timeout(PATIENCE_S):
+        while (await ask(stack, headers, max_tokens=30)).status_code != 200:
+            await asyncio.sleep(0.1)
+    assert (await ask(stack, headers, max_tokens=40)).status_code == 429
+
+
+async def usage(stack: Stack, headers: dict[str, str], by: str = "model") -> list[dict[str, Any]]:
+    """What the caller's team has used, all of it stored."""
+    assert stack.app.teams is not None
+    await stack.app.teams.ledger.store()
+    reply = await stack.client.get("/v1/usage", params={"by": by}, headers=headers)
+    assert reply.status_code == 200, reply.text
+    found: list[dict[str, Any]] = reply.json()["data"]
+    return found
+
+
+async def test_each_request_is_in_the_ledger_once_with_the_engines_tokens(
+    stack: Stack, accounts: Accounts
+) -> None:
+    headers = await key(stack, accounts)
+    stack.engine.behave = events(told("a", "null", 1), told("b", '"length"', 2), LAST, DONE)
+    for _ in range(3):
+        assert (await ask(stack, headers, stream=True)).status_code == 200
+    stack.pool.failing = {"engine-mtp", "engine-plain"}
+    assert (await ask(stack, headers)).status_code == 503
+    (row,) = await usage(stack, headers)
+    assert (row["group"], row["requests"], row["prompt_tokens"], row["output_tokens"]) == (
+        MODEL,
+        4,
+        9,
+        6,
+    )
+
+
+async def test_the_model_that_answered_is_charged_where_another_was_asked_for(
+    stack: Stack, accounts: Accounts, tmp_path: Path
+) -> None:
+    stack.route(Routing(fallback=("other",)), OTHER, keys=True, home=tmp_path)
+    headers = await key(stack, accounts)
+    stack.pool.failing = {"engine-mtp", "engine-plain"}
+    stack.engine.behave = events(told("b", '"length"', 2), LAST, DONE)
+    assert (await ask(stack, headers, stream=True)).status_code == 200
+    assert [row["group"] for row in await usage(stack, headers)] == ["other"]
+
+
+async def test_what_never_ran_costs_no_tokens(stack: Stack, accounts: Accounts) -> None:
+    headers = await key(stack, accounts, limits=Limits(tokens_per_minute=60))
+    stack.pool.failing = {"engine-mtp", "engine-plain"}
+    for _ in range(2):
+        assert (await ask(stack, headers, max_tokens=50)).status_code == 503
