@@ -76,8 +76,8 @@ def edit(
         flags=re.M,
     )
     tls = f" ssl crt {certificate} alpn http/1.1" if certificate else ""
-    place = r"\2" if listener is None else f"fd@{listener}"
-    return _CLIENTS.sub(rf"\g<1>{place}{tls}{_HTTP_1_ONLY}", config)
+    shared = None if listener is None else f"fd@{listener}"
+    return _CLIENTS.sub(lambda found: found[1] + (shared or found[2]) + tls + _HTTP_1_ONLY, config)
 
 
 def main() -> None:

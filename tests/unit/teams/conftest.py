@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from serving.teams.database import Database, open_database
 from tests.unit.teams import postgres
+
+SECRET = b"s" * 32
+
+
+@dataclass
+class Clock:
+    at: float = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,22 +20,9 @@ from serving.teams.caller import Limits
 from serving.teams.database import Database
 from serving.teams.errors import StoreError, TeamsError, UnknownNameError
 from serving.teams.keys import digest
+from tests.unit.teams.conftest import SECRET, Clock
 
-SECRET = b"s" * 32
 DAY_S = 86_400.0
-
-
-@dataclass
-class Clock:
-    at: float = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.at
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -26,21 +25,7 @@ from serving.teams.errors import (
     UnauthorizedError,
 )
 from serving.teams.keys import mint
-
-SECRET = b"s" * 32
-
-
-@dataclass
-class Clock:
-    at: float = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.at
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+from tests.unit.teams.conftest import SECRET, Clock
 
 
 @pytest.fixture
